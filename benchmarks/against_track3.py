@@ -28,10 +28,11 @@ from torch import Tensor
 
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
+from tests.support.whole_model import build_model
 
 BATCH, LENGTH = 512 * 1024, 1024
 RECIPE = Path(__file__).parent.parent / "recipes" / "track3.py"

@@ -38,7 +38,6 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
-from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.cache_sizes import bytes_per_slot
 from dtgpt.parallel.inference import inference_stages
@@ -46,6 +45,7 @@ from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import environment
 from dtgpt.util.peers import Process
+from tests.support.whole_model import build_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 USUAL = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")  # peers, where none are named

@@ -22,10 +22,10 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.decoder import build_model
 from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.cache_sizes import core_sizes
+from tests.support.whole_model import build_model
 
 LEAD = 24  # tokens before those that are timed: caches warm, and all rows of the engine under way
 

@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "save: the next step does not wait for the copies",
-        "dtgpt/checkpoint/save.py",
+        "dtgpt/checkpoint/background/saver.py",
         "            self._copied.wait()",
         "            pass",
     ),
@@ -291,7 +291,7 @@ FAULTS = [
     ),
     Fault(
         "tp: the mean square of all heads is that of a rank's own",
-        "dtgpt/parallel/tensor.py",
+        "dtgpt/parallel/more_styles/styles.py",
         "        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))",
         "        bind(module, sum_of_heads=partial(torch.mul, device_mesh.size()))",
     ),

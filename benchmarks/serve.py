@@ -35,12 +35,14 @@ from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
-from dtgpt.models.source import Part, Source, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part, Source
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.hardware import environment
+from tests.support.whole_model import build_model
 
 TINY = GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024)
 MODELS = {"tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M}

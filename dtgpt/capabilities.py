@@ -6,9 +6,12 @@ works as before."""
 # token files; that of library_tokenizers takes every file. A run that interop does not know is dtgpt's: init_from.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
+    ("dtgpt.util.locks", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.commands.option_help", ()),
     ("dtgpt.run.differences", ()),
+    ("dtgpt.checkpoint.background", ()),
+    ("dtgpt.checkpoint.verification", ()),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
     ("dtgpt.train.timers", ()),
@@ -16,6 +19,8 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.parallel.own_styles", ()),
+    ("dtgpt.parallel.local_weights", ()),
+    ("dtgpt.parallel.more_styles", ()),
     ("dtgpt.parallel.graphs", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
@@ -44,6 +49,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.interop",
         (
+            "dtgpt.checkpoint.verification",
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.megatron",
             "dtgpt.data.prepare",
@@ -78,6 +84,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
             "dtgpt.tools",
+            "dtgpt.train.init_from",
             "dtgpt.train.texts",
         ),
     ),

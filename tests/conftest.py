@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,7 +20,7 @@ import torch
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.util.hardware import child_environment, why_no_compiler
+from dtgpt.util.hardware import why_no_compiler
 from tests.support import changed, covered_lines, cpu_seconds, recorded_map, refusals
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
@@ -28,7 +29,10 @@ from tests.support.pictures import no_pictures
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
 hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
-os.environ.update(child_environment())  # processes that tests start, in any folder, import the code under test
+# Processes that tests start, in any folder, import the code under test.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Under nohup, or in the background of a script, this process ignores a signal, and so would the programs that it
 # starts. What handles a signal is not inherited by them.

@@ -6,16 +6,15 @@ than its own part and, for a moment, the pages of one piece of one tensor.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.manifest import READERS, Check, Checkpoint, list_checkpoints, step_of
-from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
+from dtgpt.checkpoint.manifest import READERS, Checkpoint, list_checkpoints, step_of
+from dtgpt.checkpoint.shard_file import Damaged, copy_overlap, verification
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part, Source, parameter_shapes
@@ -60,19 +59,8 @@ def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part:
         count = copy_overlap(checkpoint.folder / file, piece, position, tuple(part), target)
         found += count
         used += [piece.part] if count else []
-    if found != wanted or not disjoint(used):
+    if found != wanted or not verification().are_disjoint(used):
         raise Damaged(checkpoint.folder, f"of {tensor} {found} elements are there, where {wanted} are needed")
-
-
-def disjoint(parts: Sequence[Part]) -> bool:
-    """Return whether no element is in two of the rectangles: an element that is there twice could hide a missing
-    one."""
-    if not parts:  # of a rank that holds nothing of a small tensor
-        return True
-    bounds = np.array([[(r.start, r.stop) for r in part] for part in parts]).reshape(len(parts), -1, 2)
-    begin, end = bounds[..., 0], bounds[..., 1]
-    meet = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(axis=-1)
-    return meet.sum() == len(parts)  # each meets itself
 
 
 def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) -> None:
@@ -133,11 +121,10 @@ def find_checkpoint(
     run: Path,
     chosen: Path | None = None,
     weights_alone: bool = False,
-    check: Check | None = None,
     own: type[ModelConfig] | None = None,
 ) -> Checkpoint:
     """Return the newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was
-    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`:
+    written. `weights_alone`: but for those of the optimizer. `own`:
     class of the model of a recipe.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
@@ -157,7 +144,7 @@ def find_checkpoint(
         tried.append(folder)
         checkpoint, problem = None, None
         try:
-            checkpoint = Checkpoint(folder, check, weights_alone, own)
+            checkpoint = Checkpoint(folder, weights_alone, own)
             problem = checkpoint.problem(mesh.rank, mesh.world)
             if not chosen and checkpoint.state["step"] != step_of(folder):
                 problem = f"{folder} is of step {checkpoint.state['step']}; give it back its name"

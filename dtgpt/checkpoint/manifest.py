@@ -16,47 +16,28 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
+from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, verification
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import FIRST, ModelConfig, describe_class, is_own, saved_class
-from dtgpt.optim.update import check_entries
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import package_versions
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
-from dtgpt.util.threads import Threads
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1  # of the format: one more where an older dtgpt would misread what is written; all up to this one are read
 STATE = "state.json"
 LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
-LARGEST_COUNT = 1 << 62
-COUNT = range(LARGEST_COUNT)
-# Of what type an entry of `state.json` is, or in which range a whole number.
-REQUIRED: dict[str, type | range] = {
-    "step": COUNT,
-    "consumed_samples": COUNT,
-    "updates": COUNT,
-    "tokens": COUNT,
-    "data_digest": str,
-    "versions": dict,
-    "files": dict,
-}
-OPTIONAL: dict[str, type | range] = {"plan": str, "world": int, "origin": str, "recipe": dict, "optimizer": str}
-FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
 READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
 VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
-
-
-Check = Callable[[dict[str, Any]], object]  # of a state
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -75,20 +56,18 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 class Checkpoint:
-    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
-    `check` raises ValueError, TypeError or KeyError for what others than this package added to it. weights_alone: leave
-    out the optimizer's files, which may be twice as large. own: class of the model of a recipe, which may not be
-    dtgpt's."""
+    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written.
+    weights_alone: leave out the optimizer's files, which may be twice as large. own: class of the model of a recipe,
+    which may not be dtgpt's."""
 
     def __init__(
         self,
         folder: Path,
-        check: Check | None = None,
         weights_alone: bool = False,
         own: type[ModelConfig] | None = None,
     ):
         self.folder = folder
-        self.state = read_state(folder, check, own)
+        self.state = read_state(folder, own)
         self.config = saved_model(folder / STATE, self.state, own)
         listed = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
         self.files = {name: f for name, f in listed.items() if not (weights_alone and name.startswith("optimizer"))}
@@ -101,10 +80,7 @@ class Checkpoint:
     def problem(self, rank: int = 0, world: int = 1) -> str | None:
         """Return what is wrong with the files, in one sentence, or None where all are what was written. Each of
         `world` ranks checks other files."""
-        mine = list(self.files.items())[rank::world]
-        with Threads(READERS) as pool:
-            found = list(pool.map(lambda item: find_damage(self.folder / item[0], item[1]), mine))
-        return next((str(damage) for damage in found if damage), None)
+        return verification().damage(self.folder, list(self.files.items())[rank::world])
 
     def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
         """Return (file, piece, position in the file) of all that is saved of a tensor."""
@@ -127,18 +103,20 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """Return the digest of all that `state.json` says."""
-        return _digest(self.state)
+        return digest_of(self.state)
 
 
-def _digest(state: dict[str, Any]) -> str:
-    return hashlib.sha256(_text(state).encode()).hexdigest()
+def digest_of(state: dict[str, Any]) -> str:
+    """Return the digest of what `state.json` says."""
+    return hashlib.sha256(text_of(state).encode()).hexdigest()
 
 
-def _text(state: dict[str, Any]) -> str:
+def text_of(state: dict[str, Any]) -> str:
+    """Return the text of `state.json`."""
     return json.dumps(state, indent=2, default=repr) + "\n"  # a plan's own table holds objects
 
 
-def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
+def read_state(folder: Path, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
     model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: class of the
     model of a recipe, which may not be dtgpt's. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class
@@ -150,11 +128,15 @@ def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] 
         state = json.loads(text)
         if state.get("format") != FORMAT:
             raise ValueError("it is not that of a dtgpt checkpoint in this format")
-        _check_entry("the version of its format, version", state["version"], range(1, LARGEST_COUNT))
+        if type(state["version"]) is not int or not 1 <= state["version"] < 1 << 62:
+            raise ValueError(
+                f"the version of its format, version={shown(state['version'])} must be a whole number from 1 on"
+            )
         newer = state["version"] > VERSION  # whose digest may be another one
         if not newer:
-            _check_digest(state, text)
-            _check_entry("architecture", state.setdefault("architecture", FIRST), str)
+            verification().text(state, state.pop("digest"), text)
+            if type(state.setdefault("architecture", FIRST)) is not str:
+                raise ValueError(f"architecture={shown(state['architecture'])} must be of type str")
     if newer:
         held = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
         raise UserError(f"{held}; use the dtgpt that wrote it")
@@ -162,9 +144,7 @@ def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] 
         saved_model(path, state, own)
     with _errors_as_damage(path):
         state.setdefault("optimizer", OptimizerConfig.kind)  # that of checkpoints that name none
-        _check(state, saved_model(path, state, own))
-        if check is not None:
-            check(state)
+        verification().state(state, saved_model(path, state, own))
     return state
 
 
@@ -194,43 +174,6 @@ def as_tuple(value: Any) -> Any:
     return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
-def _check_digest(state: dict[str, Any], text: str) -> None:
-    """Take the digest out of a state, and raise ValueError where it is not that of all before it, in this very text."""
-    digest = state.pop("digest")
-    if digest != _digest(state) or _text(state | {"digest": digest}) != text:
-        raise ValueError("its digest is another one")
-
-
-def _check(state: dict[str, Any], config: ModelConfig) -> None:
-    """Raise ValueError, TypeError or KeyError where an entry is not of its kind, whoever reads it later."""
-    config.validate()
-    for name, kind in REQUIRED.items():
-        _check_entry(name, state[name], kind)
-    for name, kind in OPTIONAL.items():
-        if name in state:
-            _check_entry(name, state[name], kind)
-    for name, version in state["versions"].items():
-        _check_entry(f"the version of {shown_name(name)}", version, str)
-    if state["updates"] > state["step"]:
-        raise ValueError(f"{state['updates']} updates are more than the steps")
-    check_entries(state, config)
-    for name, file in state["files"].items():
-        # Before anything uses the name as a path: it may lead out of the folder.
-        if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")
-        _check_entry(f"bytes of {name}", file["bytes"], int)
-        _check_entry(f"sha256 of {name}", file["sha256"], str)
-
-
-def _check_entry(name: str, value: Any, kind: type | range) -> None:
-    """Raise ValueError where a value is not of a type, or not a whole number in a range. True is no number."""
-    if isinstance(kind, range):
-        if type(value) is not int or value not in kind:
-            raise ValueError(f"{name}={shown(value)} must be a whole number from {kind.start} on")
-    elif type(value) is not kind:
-        raise ValueError(f"{name}={shown(value)} must be of type {kind.__name__}")
-
-
 def describe_model(config: ModelConfig) -> dict[str, Any]:
     """Return what every checkpoint says of its model and its writer."""
     return {
@@ -242,15 +185,10 @@ def describe_model(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
-    """Write `state.json`, which makes the folder a checkpoint, when all files are in it. Raise Damaged where they are
-    not."""
-    # A report may be of another attempt at the same step, whose files are in another folder, or in none.
-    for name, file in files.items():
-        if (size := (partial / name).stat().st_size) != file.num_bytes:
-            raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
+    """Write `state.json`, which makes the folder a checkpoint, when all files are in it."""
     listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
     whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
-    write_text(partial / STATE, _text(whole | {"digest": _digest(whole)}))  # of all before it
+    write_text(partial / STATE, text_of(whole | {"digest": digest_of(whole)}))  # of all before it
 
 
 def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:

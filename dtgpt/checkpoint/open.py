@@ -8,15 +8,13 @@ that name them, in a format which a capability reads; the tokenizer's end of tex
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from dtgpt.checkpoint.load import Saved, find_checkpoint
-from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
-from dtgpt.checkpoint.shard_file import Damaged
+from dtgpt.checkpoint.manifest import STATE, Checkpoint
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -135,18 +133,6 @@ def with_addend(source: Source, path: Path, addend: Path, mesh: Mesh | None = No
         give = ", or ".join(form.addends for form in formats() if form.addends) or "a whole model, as the model"
         raise UserError(f"{addend} holds no adapter; give {give}")
     return form.with_addend(source, path, addend, mesh)
-
-
-def open_config(path: Path, own: Own = None) -> ModelConfig:
-    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`: class of the
-    model of a recipe. Raise UserError where no format is recognized, or the model is damaged."""
-    folders = [path] if (path / STATE).is_file() else []
-    if not folders and (path / "recipe.json").is_file():
-        folders = list_checkpoints(path / "checkpoints")[::-1]
-    for folder in folders:
-        with suppress(Damaged):  # all checkpoints of a run have one model
-            return Checkpoint(folder, own=own).config
-    return open_source(path, own=own).config
 
 
 def run_of(path: Path) -> Path | None:

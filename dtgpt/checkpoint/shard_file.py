@@ -9,24 +9,24 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.models.config import ModelConfig
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shards
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util import seams
+from dtgpt.util.errors import UserError
 from dtgpt.util.storage import open_regular
 
 PIECES = "dtgpt.pieces"  # metadata: {tensor name: {"shape": of the whole, "offset": where the piece begins}}, as JSON
 CHUNK = 1 << 23  # bytes hashed and written at a time, in between which other threads may run
-LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
-LARGEST_RANK = 8
-LARGEST_SIZE = 1 << 62
 LONGEST_REASON = 300  # characters of what a foreign file may have made long
 
 
@@ -98,56 +98,55 @@ def _header(pieces: list[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+class Verification:
+    """What of a checkpoint is looked at before it is believed. Here nothing is; a capability holds all of it against
+    what was written. Each method raises ValueError, TypeError or KeyError for what was not."""
+
+    def text(self, state: dict[str, Any], digest: str, text: str) -> None:
+        """Check a text of `state.json`, which says all of `state`, and last its `digest`."""
+
+    def state(self, state: dict[str, Any], config: ModelConfig) -> None:
+        """Check the entries of a state, which has a model of this configuration."""
+
+    def damage(self, folder: Path, files: list[tuple[str, Written]]) -> str | None:
+        """Return what is wrong with files that are not, byte for byte, those that were written."""
+
+    def length(self, length: int, size: int) -> None:
+        """Check how long the header of a file says to be that has `size` bytes."""
+
+    def header(self, table: dict, where: dict, data: int, size: int) -> None:
+        """Check a header: the tensors of a file of `size` bytes, and where each lies in its whole. `data`: where their
+        values begin."""
+
+    def are_disjoint(self, parts: Sequence[tuple[range, ...]]) -> bool:
+        """Return whether no element is in two of the rectangles."""
+        return True
+
+
+def verification() -> Verification:
+    """Return what checkpoints are held against."""
+    return next(iter(seams.listed("verifications")), Verification)()
+
+
 def read_header(path: Path) -> list[tuple[Piece, int]]:
-    """Return (piece, position of its data in the file) of a file. Raise Damaged where the header contradicts itself or
-    the file: nothing in it is believed before."""
+    """Return (piece, position of its data in the file) of a file. Raise Damaged where it is none."""
     try:
         with open_regular(path) as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(LARGEST_HEADER, size - 8):
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
+            verification().length(length, size)
             table = json.loads(file.read(length))
         where = json.loads(table.pop("__metadata__")[PIECES])
-        if sorted(where) != sorted(table):
-            raise ValueError("its tensors are not those of its metadata")
-        found = [_entry(name, table[name], where[name], 8 + length, size) for name in table]
-        expected = 8 + length
-        for piece, position in found:
-            if position != expected:
-                raise ValueError(f"{shown_name(piece.name)} does not begin where the tensor before it ends")
-            expected += piece.num_bytes
-        return found
+        verification().header(table, where, 8 + length, size)
+        return [
+            (piece_of(name, entry, where[name]), 8 + length + entry["data_offsets"][0]) for name, entry in table.items()
+        ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"{type(error).__name__}: {error}") from None
 
 
-def _entry(name: str, entry: dict, where: dict, data: int, size: int) -> tuple[Piece, int]:
-    piece = Piece(name, tuple(where["shape"]), tuple(where["offset"]), tuple(entry["shape"]))
-    begin, end = entry["data_offsets"]
-    numbers = (*piece.shape, *piece.offset, *piece.size, begin, end)
-    if not all(type(n) is int and 0 <= n < LARGEST_SIZE for n in numbers) or not 1 <= len(piece.shape) <= LARGEST_RANK:
-        raise ValueError(f"{shown_name(name)} has impossible sizes")
-    if not len(piece.shape) == len(piece.offset) == len(piece.size) or any(
-        r.stop > n for r, n in zip(piece.part, piece.shape, strict=True)
-    ):
-        raise ValueError(f"{shown_name(name)} is not a part of a tensor of shape {shown(piece.shape)}")
-    if entry["dtype"] != "F32" or end - begin != piece.num_bytes or data + end > size:
-        raise ValueError(f"{shown_name(name)} does not lie in the file as its header says")
-    return piece, data + begin
-
-
-def find_damage(path: Path, expected: Written) -> Damaged | None:
-    """Return what is wrong with a file that is not, byte for byte, the one that was written."""
-    try:
-        with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
-                return Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return Damaged(path, error.strerror)
-    if found != expected.sha256:
-        return Damaged(path, f"its sha256 is {found[:12]}..., {expected.sha256[:12]}... was written")
-    return None
+def piece_of(name: str, entry: dict, where: dict) -> Piece:
+    """Return the piece of which a header has an entry, and says where it lies in its whole."""
+    return Piece(name, tuple(where["shape"]), tuple(where["offset"]), tuple(entry["shape"]))
 
 
 def copy_overlap(path: Path, piece: Piece, position: int, part: tuple[range, ...], target: Tensor) -> int:
@@ -187,39 +186,33 @@ def by_size(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
 FILE_LIMIT = 1 << 29
 
 
-class StagedFile:
-    """One file of this rank: its pieces, where their values are in training, and their copy on the host."""
+@dataclass
+class ShardFile:
+    """One file of this rank: its pieces, and where their values are in training."""
 
-    def __init__(self, name: str, pieces: list[Piece], values: list[Tensor]):
-        self.name, self.pieces, self.values = name, pieces, values
-        self.data: Tensor | None = None  # staging buffer, fp32, all pieces one after another
+    name: str
+    pieces: list[Piece]
+    values: list[Tensor]
 
-    def reserve(self, pinned: bool = False) -> Tensor:
-        """Allocate the staging buffer once, and return it. A GPU copies to pinned memory beside other work."""
-        if self.data is None:
-            self.data = torch.empty(sum(v.numel() for v in self.values), pin_memory=pinned)
-        return self.data
+    @property
+    def numel(self) -> int:
+        return sum(value.numel() for value in self.values)
 
-    def copy(self) -> None:
-        """Queue copies of all values to the host."""
-        for place, value in zip(self.reserve().split([v.numel() for v in self.values]), self.values, strict=True):
+    def copy_to(self, data: Tensor) -> None:
+        """Queue copies of all values to the host, one after another."""
+        for place, value in zip(data.split([v.numel() for v in self.values]), self.values, strict=True):
             place.view(value.shape).copy_(value, non_blocking=True)
 
-    def write(self, folder: Path) -> Written:
-        return write_file(folder / self.name, self.pieces, self.reserve())
-
     def write_at_once(self, folder: Path) -> Written:
-        """Write with a staging buffer for this file alone, which is freed afterwards."""
-        self.copy()
+        """Write by way of memory for this file alone, which is freed afterwards."""
+        data = torch.empty(self.numel)
+        self.copy_to(data)
         if self.values[0].is_cuda:
             torch.cuda.current_stream().synchronize()
-        try:
-            return self.write(folder)
-        finally:
-            self.data = None
+        return write_file(folder / self.name, self.pieces, data)
 
 
-def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
+def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[ShardFile]:
     """Yield the files that this rank writes: of each shard the rows that this rank owns among its replicas."""
     weights = {"": {shard.index: shard.local for shard in shards}}  # suffix of the names -> tensors by index of shard
     states: dict[str, dict[int, Tensor]] = {}
@@ -240,7 +233,7 @@ def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
                     values[pieces[-1].name] = tensor[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)
-            yield StagedFile(name, group, [values[p.name] for p in group])
+            yield ShardFile(name, group, [values[p.name] for p in group])
 
 
 def file_name(kind: str, rank: int, number: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.checkpoint.manifest import list_checkpoints
-from dtgpt.checkpoint.open import check_recipe, open_config
+from dtgpt.checkpoint.open import check_recipe
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
 from dtgpt.config.overrides import Options, as_words, take
@@ -20,6 +20,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.tools.recipe import recipe_names
 from dtgpt.tools.recipes import RecipeCommand
 from dtgpt.tools.results import check_output, write_results
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.start import checked, load_recipe, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError

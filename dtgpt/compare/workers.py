@@ -8,8 +8,8 @@ from typing import Any
 
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.util.console import say_error
-from dtgpt.util.hardware import child_environment
 from dtgpt.util.peers import VARIABLES
+from dtgpt.util.shared.environment import child_environment
 
 
 def run_workers(world: int, words: list[str], more: Mapping[str, str] = MappingProxyType({})) -> str | None:

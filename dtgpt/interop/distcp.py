@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.load import disjoint
+from dtgpt.checkpoint.verification.verify import Verified
 from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.foreign import reading
 from dtgpt.interop.pickles import check_distinct, open_bare_pickle, open_embedded
@@ -90,7 +90,7 @@ class DistributedFolder:
             if all(both):
                 target[_within(both, part)] = self._piece(name, piece)[_within(both, piece.part)]
                 used.append(tuple(both))
-        if sum(math.prod(map(len, both)) for both in used) != target.numel() or not disjoint(used):
+        if sum(math.prod(map(len, both)) for both in used) != target.numel() or not Verified().are_disjoint(used):
             raise UserError(f"{self.path} lacks a part of {shown_name(name)}, or has one twice; copy the folder again")
         return target
 

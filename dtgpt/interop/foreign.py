@@ -14,7 +14,8 @@ from torch import Tensor
 from dtgpt.models.config import ModelConfig, class_of, is_own
 from dtgpt.models.inventory import Shape
 from dtgpt.models.rotary import GLOBAL, LOCAL, MOST_KINDS
-from dtgpt.models.source import Part, Source, cut, has_vocabulary, is_finite, without_padding
+from dtgpt.models.shared.foreign import cut, has_vocabulary, is_finite, without_padding
+from dtgpt.models.source import Part, Source
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.rules import Given, Is, Missing, Other, Rule, Rules, check_rules

@@ -11,7 +11,8 @@ from dtgpt.checkpoint.open import check_recipe, ends_of, open_source, tokenizer_
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.interop.foreign import Watched
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
+from dtgpt.models.shared.foreign import has_vocabulary
+from dtgpt.models.source import Source, parameter_shapes
 from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError

@@ -77,7 +77,7 @@ def launch(words: list[str], number: int) -> int:
 
 def environment(rank: int, number: int, port: int) -> dict[str, str]:
     """Return the environment variables of a rank, by torchrun's names."""
-    from dtgpt.util.hardware import child_environment
+    from dtgpt.util.shared.environment import child_environment
 
     own = {
         "RANK": rank,

@@ -26,8 +26,8 @@ class Batch(NamedTuple):
     positions: Tensor | None = None  # int64 [B, T]; None: 0, 1, ...
     document_bounds: Tensor | None = None  # int32 [B, T, 2]: first position and end of what each token may attend to
     loss_weights: Tensor | None = None  # fp32 [B, T]: factors of tokens' losses; beside by_token [B, N], of addends
-    by_token: Tensor | None = None  # [B, T, ...]: what a `CoupledLoss` knows of tokens, such as what they belong to
-    by_sample: Tensor | None = None  # [B, ...]: what a `CoupledLoss` knows of samples
+    by_token: Tensor | None = None  # [B, T, ...]: what a loss of its own knows of tokens, such as what they belong to
+    by_sample: Tensor | None = None  # [B, ...]: what a loss of its own knows of samples
     copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, the place of each token
 
     @property

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.linear import Parts
-from dtgpt.ops.loss.head import CoupledLoss
 
 
 class AttentionCache(Protocol):
@@ -47,13 +45,13 @@ class Binding(NamedTuple):
     backend: Backend = "auto"  # of an attention core
     cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
     quantised: QuantisedProduct | None = None  # of a matrix that computes in few bits
-    into: Parts | None = None  # of a matrix that is cut by columns: what makes its input whole
-    out: Parts | None = None  # of a matrix that is cut by rows: what sums its output
+    into: Any = None  # of a matrix that is cut by columns: what makes its input whole
+    out: Any = None  # of a matrix that is cut by rows: what sums its output
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
-    coupled: CoupledLoss | None = None  # of the output layer: the loss; None: the mean over tokens
-    diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table
+    loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens
+    through: Callable[[Tensor], Tensor] | None = None  # of the output layer: makes its weight of the parameter
     sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 

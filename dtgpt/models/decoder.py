@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import BoundModule, on_meta
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context, Seen
-from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.util import seams
 from dtgpt.util.torch_private import allocate
@@ -67,9 +66,8 @@ class Decoder(nn.Module):
             x = block(x, context(self.inventory.sites(int(index))))
         if self.head is None:
             return x
-        if by_token is None and by_sample is None:
-            return self.head(x, targets, loss_weights)
-        return self.head(x, targets, Coupled(loss_weights, by_token, by_sample))
+        plain = by_token is None and by_sample is None
+        return self.head(x, targets, loss_weights if plain else (loss_weights, by_token, by_sample))
 
     def _check_parts(self) -> None:
         """Raise TypeError where a plan could not wrap what a part computes, ValueError where a block differs from the
@@ -131,15 +129,3 @@ def fill_weight(part: Tensor, name: str, index: Sequence[range], config: ModelCo
     weight_key = fold(key, name).to(part.device)
     for rows, piece in row_chunks(index):
         part[rows] = std * normal(weight_key, piece)
-
-
-def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> Decoder:
-    """Return a whole model on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for
-    a checkpoint to fill."""
-    with on_meta():  # so that nothing draws values that are replaced below
-        model = Decoder(config, dtype)
-    model.allocate(device)
-    if key is not None:
-        for name, parameter in unique_parameters(model).items():
-            fill_weight(parameter, name, [range(n) for n in parameter.shape], config, key)
-    return model

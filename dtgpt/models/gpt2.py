@@ -31,7 +31,7 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.activations import BIASED, PlainName
+from dtgpt.ops.activations import PlainName, activation
 from dtgpt.ops.attention.core import split_qkv
 from dtgpt.util.field_types import Bounds
 
@@ -146,7 +146,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPT2Config):
         super().__init__()
-        self.activation = BIASED[config.activation]
+        self.activation = activation(config.activation, gated=False)
         self.fc = DeferredBiasLinear(config.hidden_size, 4 * config.hidden_size)
         self.proj = DeferredBiasLinear(4 * config.hidden_size, config.hidden_size)
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.linear import linear, on_local_tensors
+from dtgpt.ops.linear import linear
 from dtgpt.ops.loss.cross_entropy import capped
-from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
+from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
-LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`
+LossWeights = Tensor | tuple[Tensor | None, ...] | None  # what a head hands on to `Output`
 
 
 class Sharing(Protocol):
@@ -59,7 +59,7 @@ class Linear(nn.Linear):
         if self.bound.quantised is not None:
             return self.bound.quantised.linear(self.bound, x, weight, bias)
         if self.bound.product is not None:
-            return on_local_tensors(self.bound.product, x, weight, bias)
+            return self.bound.product(x, weight, bias)
         return linear(x, weight, bias)
 
 
@@ -215,20 +215,6 @@ class AttentionCore(BoundModule):
         return causal_attention(q, k, v, *site, **options)
 
 
-class _Diverted(torch.autograd.Function):
-    """Return a weight whose gradient goes to a function instead of the parameter, which another module uses, too."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
-        ctx.take = take
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.take(gradient)
-        return None, None
-
-
 class Output(nn.Linear):
     """The output projection, and the loss after it.
 
@@ -244,19 +230,22 @@ class Output(nn.Linear):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`, or
-        what the `CoupledLoss` that is bound makes of the losses."""
+        what the loss that is bound makes of them."""
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.bound.diverted is not None:
-            weight = _Diverted.apply(weight, self.bound.diverted)
+        if self.bound.through is not None:
+            weight = self.bound.through(weight)
         if targets is None:
             return capped(linear(x, weight, bias), self.cap)
-        scale = self.bound.gradient_scale
-        # A loss that is no mean over tokens gets their losses first, and gives the weights by which they are averaged.
-        if self.bound.coupled is not None:
-            about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
-            arguments = (x, weight, targets, self.vocab_size, about, self.bound.coupled)
-            return coupled_loss(*arguments, scale=scale, bias=bias, cap=self.cap)
-        assert not isinstance(loss_weights, Coupled)
+        if self.bound.loss is not None:
+            return self.bound.loss(self, x, weight, bias, targets, loss_weights)
+        assert not isinstance(loss_weights, tuple)
         return head_loss(
-            x, weight, targets, self.vocab_size, scale=scale, weights=loss_weights, bias=bias, cap=self.cap
+            x,
+            weight,
+            targets,
+            self.vocab_size,
+            scale=self.bound.gradient_scale,
+            weights=loss_weights,
+            bias=bias,
+            cap=self.cap,
         )

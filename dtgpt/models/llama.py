@@ -32,7 +32,7 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.ops.activations import GATED
+from dtgpt.ops.activations import activation
 from dtgpt.ops.rotary_positions import rotary_qkv
 
 Biases = Literal["none", "qkv", "all"]  # of attention
@@ -208,7 +208,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: RotaryConfig):
         super().__init__()
-        self.activation = GATED[config.activation]
+        self.activation = activation(config.activation, gated=True)
         self.gate_up = Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
         self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size, bias=False)
 

@@ -1,25 +1,19 @@
-"""Linear maps x w^T + bias: on whole tensors, and on what this rank has of a weight that tensor parallelism has cut.
+"""Linear maps x w^T + bias.
 
 Results do not depend on the number of rows: not on a GPU either, where kernels see to it, so that a prompt that is read
-in one pass and a token that is decoded alone have the same bits. A `DTensor` of a cut weight is taken apart here once,
-in `on_local_tensors`, so that no operation behind it knows of ranks.
+in one pass and a token that is decoded alone have the same bits.
 
 Sharding rule: x may be sharded by rows; a weight cut by outputs makes cut features, one cut by inputs addends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.serve import Operation
-from dtgpt.util.torch_private import is_dtensor
-
-if TYPE_CHECKING:  # half a second to import, which only tensor parallelism and ZeRO need
-    from torch.distributed.tensor import DTensor, Placement
 
 _may_split = False
 
@@ -49,62 +43,3 @@ def _linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor)
 
 
 linear_into = Operation("linear_into", _linear_into, "x w^T + bias, in the memory given where nothing else serves")
-
-
-Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class Parts(Protocol):
-    """Activations of which each rank has its part, or which each has whole. Neither method is differentiable."""
-
-    @property
-    def cut(self) -> bool:
-        """Whether each rank has its part."""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return the activations `[B, T, H]` that each rank has whole, from each rank's own; of any type."""
-
-    def sum(self, whole: Tensor) -> Tensor:
-        """Return the sum of the ranks' `whole` `[B, T, H]`, of which each rank gets its own; maybe in place."""
-
-
-def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `function(x, weight, bias)`, a linear map x w^T + bias: of DTensors a DTensor, from what the function
-    makes of this rank's part of each.
-
-    x: `[.., in]`; weight: `[out, in]`, whole or cut along one mesh dimension; bias: `[out]` or None. Of a weight that
-    is cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by
-    its inputs, an addend of the result. The function sees plain tensors, and so does its backward.
-    """
-    if not is_dtensor(weight):
-        return function(x, weight, bias)
-    (cut,) = weight.placements
-    mesh, rows = weight.device_mesh, cut.is_shard(1)
-    given, given_gradient, made = _layouts(cut, x.ndim)
-    x = _redistributed(x, given).to_local(grad_placements=[given_gradient])
-    local_bias = None if bias is None or rows else local(bias)
-    y = function(x, local(weight), local_bias)
-    whole = type(weight).from_local(y, mesh, [made], run_check=False)
-    return whole + bias if rows and bias is not None else whole
-
-
-def _layouts(cut: "Placement", ndim: int) -> "tuple[Placement, Placement, Placement]":
-    """Return the layouts of the input, of its gradient and of the output, for a weight that is laid out by `cut`."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if not cut.is_shard():
-        return Replicate(), Replicate(), Replicate()
-    if cut.is_shard(0):
-        return Replicate(), Partial(), Shard(ndim - 1)
-    return Shard(ndim - 1), Shard(ndim - 1), Partial()
-
-
-def _redistributed(x: Tensor, placement: "Placement") -> "DTensor":
-    if not is_dtensor(x):
-        raise ValueError("the input of a weight that is a DTensor must be one, too")
-    return x if x.placements == (placement,) else x.redistribute(placements=[placement])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, whose gradient is that of the part; a plain tensor as it is."""
-    return tensor.to_local(grad_placements=tensor.placements) if is_dtensor(tensor) else tensor

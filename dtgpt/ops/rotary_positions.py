@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.serve import Operation
+from dtgpt.util import seams
 from dtgpt.util.torch_private import constant_result
 
 Scaling = Literal["llama3", "linear", "yarn"]
@@ -71,45 +72,20 @@ def amplitude_of_yarn(factor: float) -> float:
 
 
 def frequencies(rotation: Rotation, head_dim: int) -> Tensor:
-    """Return the angle between two positions of each pair of columns, fp32 `[D / 2]` on the CPU."""
+    """Return the angle between two positions of each pair of columns, fp32 `[D / 2]` on the CPU. Raise UserError for a
+    scaling that no capability here has."""
     with torch.device("cpu"):
         pairs = round(rotation.rotated * (head_dim // 2))
         exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.int64).float() / (2 * pairs)
-        fixed = torch.zeros(head_dim // 2 - pairs)
         waves = rotation.theta**exponents
-        if rotation.scaling == "yarn":
-            return torch.cat([_yarn(rotation, waves), fixed])
-        kept = torch.cat([1.0 / waves, fixed])
-    if rotation.factor == 1:
-        return kept
-    return kept / rotation.factor if rotation.scaling == "linear" else _llama3(rotation, kept)
-
-
-def _llama3(rotation: Rotation, kept: Tensor) -> Tensor:
-    length, low, high = rotation.original_length, rotation.low_frequency, rotation.high_frequency
-    waves = 2 * math.pi / kept
-    divided = torch.where(waves > length / low, kept / rotation.factor, kept)
-    fraction = (length / waves - low) / (high - low)
-    blended = (1 - fraction) * divided / rotation.factor + fraction * divided
-    between = ~(waves < length / high) & ~(waves > length / low)
-    return torch.where(between, blended, divided)
-
-
-def _yarn(rotation: Rotation, waves: Tensor) -> Tensor:
-    """Return the frequencies of waves `[n]`, each 2 pi times shorter than the wave in positions."""
-    columns = 2 * len(waves)
-
-    def index(count: float) -> float:
-        """Return the index of the column whose frequency has `count` waves in the original length."""
-        return columns * math.log(rotation.original_length / (count * 2 * math.pi)) / (2 * math.log(rotation.theta))
-
-    first, last = index(rotation.beta_fast), index(rotation.beta_slow)
-    if rotation.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, columns - 1)
-    last += 0.001 if first == last else 0.0
-    kept = 1 - ((torch.arange(len(waves), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    return 1.0 / (rotation.factor * waves) * (1 - kept) + 1.0 / waves * kept
+        if rotation.factor == 1 and rotation.scaling != "yarn":
+            kept = 1.0 / waves
+        else:
+            missing = (
+                f"rope_scaling={rotation.scaling} is of a capability that this dtgpt does not have; use another one"
+            )
+            kept = seams.first("rotary_scalings", missing)(rotation, waves)
+        return torch.cat([kept, torch.zeros(head_dim // 2 - pairs)])
 
 
 @cache  # without bound: CUDA graphs read the memory of tables that they were captured with

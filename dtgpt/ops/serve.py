@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dtgpt.util import seams
-from dtgpt.util.torch_private import constant_result, spare_compiler
+from dtgpt.util.torch_private import constant_result
 
 
 class Kernel(NamedTuple):
@@ -43,21 +43,13 @@ class Operation:
 
     def __call__(self, x: Tensor, *others: Any) -> Any:
         """Return what is computed of the arguments."""
-        # The lines of `choose` again, without its call: this is on the way of each operation of a step.
+        # This is on the way of each operation of a step, so that no function is called that need not be.
         # 16 bits on a CPU: there a definition may keep wider copies for backward than a kernel does.
         if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
             for kernel in self.kernels:
                 if kernel.serves(x, *others):
                     return kernel.run(x, *others)
         return self.definition(x, *others)
-
-    def choose(self, x: Tensor, *others: Any) -> Kernel | None:
-        """Return the kernel that serves these arguments, None for the definition."""
-        if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
-            for kernel in self.kernels:
-                if kernel.serves(x, *others):
-                    return kernel
-        return None
 
 
 OPERATIONS: dict[str, Operation] = {}  # by name, those of the modules that are imported
@@ -70,20 +62,8 @@ def load_kernels(name: str) -> bool:
     if name not in _loaded:
         places = [each.kernels[name] for each in seams.capabilities() if name in each.kernels]
         OPERATIONS[name].kernels[:] = [kernel for place in places for kernel in seams.load(place)]
-        spare_compiler()
         _loaded.add(name)
     return True
-
-
-def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a custom op, but in eager execution on a CPU the function that it is made of: at the first call
-    of an op that is written in Python, torch imports its compiler, which takes a second."""
-
-    def call(x: Tensor, *more: Any) -> Any:
-        is_op = x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling()
-        return op(x, *more) if is_op else function(x, *more)
-
-    return call
 
 
 _apart = False

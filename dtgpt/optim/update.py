@@ -12,7 +12,6 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.config import ModelConfig
 from dtgpt.optim.step_state import GradientScale, StepState, entries_of, restore_states
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -150,14 +149,3 @@ def make_states(recipe: Recipe, settings: Settings, mesh: Mesh) -> list[StepStat
     if settings.dtype == torch.float16 and not any(isinstance(state, GradientScale) for state in states):
         raise UserError("precision=fp16 needs a loss scale, and no capability here has one; use --precision bf16")
     return [*states, EmptySteps(mesh.device)]
-
-
-def check_entries(entries: dict[str, Any], config: ModelConfig) -> None:
-    """Raise ValueError, TypeError or KeyError where one of a checkpoint's entries is not what its state returned. They
-    are checked also where the run that reads them has no such state."""
-    count = entries.get(EMPTY, 0)
-    if type(count) is not int or not 0 <= count < 1 << 62:
-        raise ValueError(f"{EMPTY} must be a whole number")
-    for name, check in seams.added("entries").items():
-        if name in entries:
-            seams.load(check)(entries[name], config)

@@ -31,7 +31,6 @@ from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
-from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives, transport
 from dtgpt.parallel.engine import NO_TIMERS, Graphs, SingleStageEngine, Timers, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
@@ -235,13 +234,6 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
             bind(module, gradient_scale=scale)
-
-
-def set_loss(stages: list[Decoder], coupled: CoupledLoss) -> None:
-    """Let the output layer compute the loss by `coupled`, in place of the mean over tokens."""
-    for module in (module for stage in stages for module in stage.modules()):
-        if isinstance(module, Output):
-            bind(module, coupled=coupled)
 
 
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:

@@ -55,10 +55,6 @@ class ParameterLayout:
                 region[dim] = chunk(region[dim], self.axes[axis], index)
         return tuple(region)
 
-    def local_shape(self, rank: int, without: str | None = None) -> Shape:
-        """Return the shape of a rank's part."""
-        return tuple(map(len, self.region(rank, without)))
-
     @property
     def replicas(self) -> int:
         """The number of ranks that hold each part."""

@@ -20,7 +20,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk, slices
-from dtgpt.parallel.mesh import DIMENSIONS, Mesh, RankCoordinates
+from dtgpt.parallel.mesh import DIMENSIONS, Mesh
 from dtgpt.util.torch_private import is_dtensor
 
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -240,8 +240,3 @@ def layout_of(parameter: nn.Parameter, plan: ResolvedPlan) -> ParameterLayout:
             if axis != "shard" and cut.is_shard():
                 cuts[axis] = cast(Any, cut).dim
     return ParameterLayout(tuple(parameter.shape), axes_of(plan, own), cuts)
-
-
-def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
-    """Return the global indices of what this rank computes with: its part after tensor parallelism, before ZeRO."""
-    return layout_of(parameter, place.plan).region(place.rank, without="shard")

@@ -7,7 +7,6 @@ local tensors; inside a module of the table, weights and activations are DTensor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -266,48 +265,6 @@ class VocabularyShard(Partition):
         return distribute_module(super()._apply(module, device_mesh), device_mesh, None, gather, local)
 
 
-class LocalPart(Partition):
-    """A style for a module that computes with local tensors, such as a stack of matrices: its input, laid out by
-    `into`, becomes whole, or what it makes is summed and laid out by `out`."""
-
-    def __init__(
-        self, peers: Collectives | None, into: Placement | None = None, out: Placement | None = None, **dims: int
-    ):
-        super().__init__(**dims)
-        self.peers, self.into, self.out = peers, into, out
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        if self.into is not None:
-            given = ActivationLayout(device_mesh, self.into, self.peers)
-            module.register_forward_pre_hook(
-                lambda module, inputs: (
-                    whole_input(inputs[0], given).to_local(grad_placements=[Partial()]),
-                    *inputs[1:],
-                )
-            )
-        if self.out is not None:
-            made = ActivationLayout(device_mesh, self.out, self.peers)
-            module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, made))
-        return super()._apply(module, device_mesh)
-
-
-class JointNormShard(Partition):
-    """A style for a norm of all heads: its weight is cut between heads, and its mean is over those of all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__(weight=0)
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))
-        return super()._apply(module, device_mesh)
-
-
-def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over the ranks. Each rank goes on with its own heads, so that gradients are addends, too."""
-    whole = DTensor.from_local(addend, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
-    return whole.to_local(grad_placements=[Partial()])
-
-
 class DropoutShard(ParallelStyle):
     """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global
     index of its first element. `sizes` is the whole shape of a sample's tensor."""
@@ -339,13 +296,9 @@ def default_table(
         Role.QKV: Columnwise(between, peers),
         Role.COLUMN: Columnwise(between, peers),
         Role.ROW: row(between, peers),
-        Role.COLUMN_STACK: LocalPart(peers, into=between, weight=1, bias=1),
-        Role.ROW_STACK: LocalPart(peers, out=between, weight=2),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
-        Role.SINKS: Partition(sinks=0),
-        Role.JOINT_NORM: JointNormShard(),
     }
     if sequence_parallel:
         styles |= {
@@ -353,6 +306,8 @@ def default_table(
             Role.NORM: SequencePart("weight", "bias"),
             Role.STREAM_DROPOUT: DropoutShard(0, (length, config.hidden_size)),
         }
+    own = seams.added("role_styles")
+    styles |= {role: seams.load(own[role.name])(between, peers) for role in config.roles.values() if role.name in own}
     return {pattern: styles[role] for pattern, role in config.roles.items() if role in styles}
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -19,6 +19,7 @@ from dtgpt.models.layers import AttentionCore, Context, Linear
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
@@ -149,7 +150,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
             module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
             module.lora = local_adapter(module, parameter, config, kind.lora)
-            bind(module, product=module.lora.product)
+            bind(module, product=partial(on_local_tensors, module.lora.product))
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)

@@ -95,7 +95,7 @@ class Operations:
         for p in inventory(config).of_block(index):
             if p.role not in (*MATRICES, *STACKS):
                 continue
-            shape = self.layout.of(p).local_shape(0)
+            shape = [len(part) for part in self.layout.of(p).region(0)]
             if p.name.endswith(".bias"):
                 biases += shape[-1] if p.role in COLUMNS else 0
                 continue

@@ -69,8 +69,8 @@ def _local(whole: Parameter, layout: ParameterLayout, rank: int) -> LocalParamet
         block=whole.block,
         layout=layout,
         shape=whole.shape,
-        by_tp=math.prod(layout.local_shape(rank, without="shard")),
-        local=math.prod(layout.local_shape(rank)),
+        by_tp=math.prod(map(len, layout.region(rank, without="shard"))),
+        local=math.prod(map(len, layout.region(rank))),
     )
 
 

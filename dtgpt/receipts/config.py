@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from dtgpt.config.sections import Section
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Changed, Missing, Rule, Rules
-from dtgpt.util.seams import Explanations
+from dtgpt.util.shared.explanations import Explanations
 
 NAME = "receipts"  # of the section, and of the entry of a checkpoint
 PARTS = 8

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dtgpt.util.seams import Explanations
+from dtgpt.util.shared.explanations import Explanations
 
 KEY = "DTGPT_API_KEY"  # environment variable
 

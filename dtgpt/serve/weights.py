@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dtgpt.inference.request import REMEDY
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, unique_parameters
-from dtgpt.models.source import has_vocabulary, is_finite, without_padding
+from dtgpt.models.shared.foreign import has_vocabulary, is_finite, without_padding
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 

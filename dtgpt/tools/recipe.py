@@ -10,7 +10,7 @@ import dtgpt
 from dtgpt.commands.command import Command
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.seams import Explanations
+from dtgpt.util.shared.explanations import Explanations
 
 FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
 KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes

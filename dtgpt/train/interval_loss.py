@@ -14,7 +14,6 @@ from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import is_finite
 
 KEY = "interval_loss"  # in the state of a checkpoint
 TOTALS = "preferences"  # in that: the sums of an objective, by the name of the first that had some
@@ -99,18 +98,6 @@ class IntervalLoss(StepState):
             )
         if found and self._mesh.rank == 0:
             self._totals.copy_(torch.tensor(found, dtype=torch.float64) * self._copies_of_totals)
-
-
-def check_interval(state: dict[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError where a checkpoint's state has an interval that `IntervalLoss.state` did
-    not return."""
-    if KEY in state:
-        saved = state[KEY]
-        counts = type(saved["steps"]) is type(saved["copies"]) is int and saved["steps"] >= 0 < saved["copies"]
-        if not counts or not is_finite(saved["sum"]):
-            raise ValueError(f"{KEY} needs a finite sum, and whole numbers of copies and steps")
-        if not all(is_finite(total) for total in saved.get(TOTALS, [])):
-            raise ValueError(f"{KEY}.{TOTALS} needs finite sums")
 
 
 def check_finite(step: int, names: str, *values: float) -> None:

@@ -32,7 +32,7 @@ from dtgpt.run.report import Report, RunReport
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
-from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
+from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.objective import StepFailed
 from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Past, Progress, is_due
 from dtgpt.train.setup import Setup
@@ -89,7 +89,7 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         if former is not None:
             mesh.on_rank_0(lambda: lock.take(former))
             own = type(recipe.model)
-            checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval, own=own)
+            checkpoint = find_checkpoint(mesh, former, resume.checkpoint, own=own)
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
             check_same_samples(checkpoint, recipe.sample_length)
             if _is_over(former, checkpoint, recipe.num_steps, recipe.resume):

@@ -3,7 +3,7 @@
 from dtgpt.translate.megatron_table import entries_of
 from dtgpt.translate.megatron_tools import PATHS, entries_of_command
 from dtgpt.translate.options import explain
-from dtgpt.util.seams import Explanations
+from dtgpt.util.shared.explanations import Explanations
 
 ADVICE = "\n  a recipe of a whole command: dtgpt translate -- torchrun pretrain_gpt.py --option value ..."
 

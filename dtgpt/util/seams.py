@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from dtgpt.util.errors import UserError
@@ -38,26 +37,6 @@ class When(NamedTuple):
             attrgetter(name)(given) == value if equals else attrgetter(name)(given) not in OFF
             for name, equals, value in named
         )
-
-
-class Explanations:
-    """Sentences for mistakes of somebody who means another program, or another command. None: nothing to say."""
-
-    def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
-        """Return what to use in place of an option that a recipe of the architecture does not have."""
-
-    def of_command(self, command: str, name: str, value: str) -> str | None:
-        """Return what to use in place of an option that `dtgpt COMMAND` does not have."""
-
-    def of_recipe_file(self, path: Path) -> str | None:
-        """Return what to do where there is no recipe file at `path`."""
-
-    def of_model(self, path: Path, options: Any) -> str | None:
-        """Return what to do with `path` where it is not the model that `dtgpt generate` takes. options: its own."""
-
-    def more(self, sentence: str) -> str:
-        """Return what to add to an error about options of a recipe."""
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +72,15 @@ class Capability:
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
+    role_styles: Mapping[str, str] = field(default_factory=dict)  # of a role: what makes its `ParallelStyle`, by name
+    activations: tuple[str, ...] = ()  # of MLPs: what finds one, like `ops.activations.activation`
+    rotary_scalings: tuple[str, ...] = ()  # of positions: frequencies, for a `Rotation` and its waves
     table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
     transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.collectives.Transport`
+    inference_stages: tuple[str, ...] = ()  # of a rank: what makes them, like `parallel.inference.inference_stages`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(
@@ -111,6 +94,9 @@ class Capability:
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
     timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
     graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
+    locks: tuple[str, ...] = ()  # of files: a class that derives from `util.storage.FileLock`
+    verifications: tuple[str, ...] = ()  # of checkpoints: a `checkpoint.shard_file.Verification`
+    savers: tuple[str, ...] = ()  # of checkpoints: a class that derives from `checkpoint.save.Saver`
     observers: tuple[str | When, ...] = ()  # what happens between steps
     former_starts: tuple[
         str, ...

@@ -3,7 +3,6 @@
 A new version of PyTorch may change each of them without a word: they stand in this file, and in the files of the same
 name of capabilities, so that nobody has to look for them elsewhere."""
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -29,25 +28,6 @@ def constant_result(function: Function) -> Function:
     `torch.compiler.assume_constant_result`, imports the compiler, a second that an eager run does not need."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def spare_compiler() -> None:
-    """Let the custom ops of dtgpt run without an import of torch's compiler. PyTorch imports it, a second or two, to
-    tell it to leave the function in an op alone; a compiler that is not imported compiles nothing."""
-    from torch._library.custom_ops import OPDEFS
-
-    for functions in [op._backend_fns for name, op in OPDEFS.items() if name.startswith("dtgpt::")]:
-        for device, function in functions.items():
-            if hasattr(function, "__wrapped__"):
-                functions[device] = _without_compiler(function)
-
-
-def _without_compiler(left_alone: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        function = left_alone if "torch._dynamo" in sys.modules else left_alone.__wrapped__
-        return function(*args, **kwargs)
-
-    return run
 
 
 def unmark_attention() -> None:

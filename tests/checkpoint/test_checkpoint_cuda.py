@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from dtgpt.checkpoint.background.saver import BackgroundSaver
 from dtgpt.checkpoint.manifest import list_checkpoints
-from dtgpt.checkpoint.save import Saver
 from dtgpt.train.loop import train
 from tests.support.runs import change, losses, newest_run, on_cuda
 
@@ -30,13 +30,13 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(recipe, preci
 
 
 def test_copies_lie_in_pinned_memory(recipe, monkeypatch):
-    seen, commit = [], Saver._commit
+    seen, commit = [], BackgroundSaver._commit
 
     def look(self, *args):
-        seen.extend(file.data.is_pinned() for file in self._files)
+        seen.extend(file.data.is_pinned() for file in self._staged)
         commit(self, *args)
 
-    monkeypatch.setattr(Saver, "_commit", look)
+    monkeypatch.setattr(BackgroundSaver, "_commit", look)
     assert train(on_cuda(recipe, steps=4)) == 0
     assert seen and all(seen)
 

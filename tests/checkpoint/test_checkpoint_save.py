@@ -19,9 +19,9 @@ import dtgpt.checkpoint.save
 import dtgpt.run.folder
 import dtgpt.run.signals
 from dtgpt.checkpoint import shard_file as host
+from dtgpt.checkpoint.background.saver import BackgroundSaver, StagedFile
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import list_checkpoints, quarantine_newer
-from dtgpt.checkpoint.save import Saver
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
@@ -75,7 +75,7 @@ def same_checkpoints(run: Path, other: Path) -> bool:
 
 def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monkeypatch):
     """Copying is slow, and writing waits until three more steps are done."""
-    write, copy, step = host.write_file, host.StagedFile.copy, Trainer.train_step
+    write, copy, step = host.write_file, StagedFile.copy, Trainer.train_step
     later, waited = threading.Event(), []
 
     def slow_copy(self):
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monk
         return result
 
     monkeypatch.setattr(host, "write_file", slow_write)
-    monkeypatch.setattr(host.StagedFile, "copy", slow_copy)
+    monkeypatch.setattr(StagedFile, "copy", slow_copy)
     monkeypatch.setattr(Trainer, "train_step", counted)
     run = run_of(recipe)
     monkeypatch.undo()
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monk
 
 
 def test_without_memory_for_copies_training_waits(recipe, monkeypatch):
-    reserve, write, threads = host.StagedFile.reserve, host.StagedFile.write, []
+    reserve, write, threads = StagedFile.reserve, host.write_file, []
 
     def scarce(self, *arguments, **options):
         if not threads:
@@ -111,12 +111,12 @@ def test_without_memory_for_copies_training_waits(recipe, monkeypatch):
             raise RuntimeError("no memory")
         return reserve(self, *arguments, **options)
 
-    def look(self, folder):
+    def look(*arguments):
         threads.append(threading.current_thread().name)
-        return write(self, folder)
+        return write(*arguments)
 
-    monkeypatch.setattr(host.StagedFile, "reserve", scarce)
-    monkeypatch.setattr(host.StagedFile, "write", look)
+    monkeypatch.setattr(StagedFile, "reserve", scarce)
+    monkeypatch.setattr(host, "write_file", look)
     run = run_of(recipe)
     assert set(threads[1:]) == {"MainThread"}  # written, but not beside the steps
     monkeypatch.undo()
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
     recipe = change(recipe, checkpoint={"interval": 2, "keep_last": 1, "background": background})
     expected = trained(recipe)
     fail_at(monkeypatch, 4, error=error)
-    step, save, seen, savers = Trainer.train_step, Saver.save, {}, []
+    step, save, seen, savers = Trainer.train_step, BackgroundSaver.save, {}, []
 
     def look(self):
         result = step(self)
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
         save(self, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", look)
-    monkeypatch.setattr(Saver, "save", remember)
+    monkeypatch.setattr(BackgroundSaver, "save", remember)
     run = run_of(recipe)
     err = capsys.readouterr().err
     reason = "whatever it is" if error else "No space left on device"
@@ -194,7 +194,7 @@ def test_nobody_waits_for_a_report_in_a_folder_that_is_gone(tmp_path):
     """The other rank wrote it, and then the run was moved away with it."""
     waiting = SimpleNamespace(mesh=SimpleNamespace(posted=lambda name: None), _alone_at=math.inf, _late_at=math.inf)
     with pytest.raises(UserError, match="gone was moved or removed"):
-        Saver._report(waiting, tmp_path / "gone", 1)
+        BackgroundSaver._report(waiting, tmp_path / "gone", 1)
 
 
 def test_on_a_full_disk_what_may_go_makes_room_before_a_save(recipe, monkeypatch, capsys):

@@ -21,7 +21,6 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import NAMES
 from dtgpt.inference.prompt_sources.files import NOT_OPTIONS, read_prompts_file
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.explanations import EXPLANATIONS
@@ -30,6 +29,7 @@ from tests.interop.test_interop_huggingface import InMemory
 from tests.support.disks import files_of_at_most
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.server import live_server, served, tiny_model
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(13)
 

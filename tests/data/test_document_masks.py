@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.attention.core import causal_attention, hidden_columns
 from dtgpt.ops.loss.cross_entropy import cross_entropy
@@ -17,6 +16,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.train.loop import train
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
+from tests.support.whole_model import build_model
 
 EOD = 7
 CASES = 60

@@ -19,13 +19,13 @@ from dtgpt.evaluation.wikitext import detokenize
 from dtgpt.inference.request import LOGITS
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_evaluation as bodies
 from tests.support.hugging_face import hugging_face_twin
 from tests.support.ranks import pool, several
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(3)
 

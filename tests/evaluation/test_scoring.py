@@ -9,7 +9,6 @@ from dtgpt.config.plan import Plan
 from dtgpt.evaluation import scoring
 from dtgpt.evaluation.batches import FlatSamples, Sample, fitted, pack
 from dtgpt.evaluation.scoring import Scorer, scorer_of
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
@@ -18,6 +17,7 @@ from tests.support import bodies_evaluation as bodies
 from tests.support import families
 from tests.support.ranks import pool, several
 from tests.support.runs import change
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(9)
 

@@ -6,13 +6,13 @@ import torch
 import dtgpt
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of, scores_of
 from tests.support.hugging_face import hugging_face_twin
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(4)
 

@@ -12,13 +12,14 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.inference.scheduler import Row, Scheduler
-from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of, scores_of
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 CONFIG = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=24, vocab_size=61, init_std=0.4)
 PROMPT_IDS = [5, 9, 33]

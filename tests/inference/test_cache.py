@@ -16,7 +16,6 @@ from dtgpt.inference.cache import Cache, Chunk, SlotState
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import variant_of
 from dtgpt.inference.step import Step
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import Backend
@@ -25,6 +24,7 @@ from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool, several
+from tests.support.whole_model import build_model
 from tests.support.windowed_blocks import WindowedConfig
 
 LENGTH, VOCABULARY = 20, 61

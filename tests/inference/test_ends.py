@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.checkpoint.open import open_config
 from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
@@ -18,6 +17,7 @@ from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.origin import read_origin
 from dtgpt.interop.inspect import inspect
 from dtgpt.serve.app import make_app
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import override

@@ -12,13 +12,13 @@ from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NOT_FINITE
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool, several
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(11)
 

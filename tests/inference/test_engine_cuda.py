@@ -18,7 +18,6 @@ from dtgpt.inference.captured.step import CapturedStep
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
@@ -28,6 +27,7 @@ from tests.support.bodies_engine import kept_of, poison, texts
 from tests.support.engines import drain
 from tests.support.other_architecture import OtherConfig
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")

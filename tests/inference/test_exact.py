@@ -18,7 +18,7 @@ from dtgpt.inference.options import Options
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
-from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
@@ -39,6 +39,7 @@ from tests.support.gpus import run_on_two_gpus
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)

@@ -17,7 +17,6 @@ from dtgpt.inference.prompt_sources.terminal import converse
 from dtgpt.inference.request import LOGITS, NOT_FINITE, NotFinite, PromptJob, SequenceUpdate
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
@@ -28,6 +27,7 @@ from tests.support import bodies_inference as bodies
 from tests.support.engines import CPU, drain, engine_of
 from tests.support.ranks import pool, several
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=32, vocab_size=257, init_std=0.5)
 BYTES = make_tokenizer("bytes", [], 0)

@@ -21,12 +21,12 @@ from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+from tests.support.whole_model import build_model
 
 CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=32, vocab_size=300, init_std=0.5)
 BYTES = make_tokenizer("bytes", [], 0)

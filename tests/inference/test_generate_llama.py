@@ -17,7 +17,6 @@ from dtgpt.inference.commands import read
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
@@ -34,6 +33,7 @@ from tests.support.ranks import pool
 from tests.support.requests import make_request
 from tests.support.runs import change, training
 from tests.support.server import client, served
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(10)
 

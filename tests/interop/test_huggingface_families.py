@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
-from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
 from tests.support.families import MODELS, OURS, their_config, their_model
 from tests.support.sources import check_parts, filled, refused
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(2)
 

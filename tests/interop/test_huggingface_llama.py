@@ -20,7 +20,7 @@ from dtgpt.interop.hf.llama import LLAMA
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.interop.hf.origin import Origin
 from dtgpt.interop.inspect import inspect, model_digest
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes
 from dtgpt.ops import rotary_positions as rotary
@@ -35,6 +35,7 @@ from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
 from tests.support.vocabularies import cut_by_pattern
+from tests.support.whole_model import build_model
 
 
 @pytest.fixture

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.architecture import ACTIVATIONS as NAMES
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
-from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Source, cut, parameter_shapes
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Source, parameter_shapes
 from dtgpt.ops.random.philox import root_key
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(4)
 

@@ -8,11 +8,13 @@ import torch
 
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import cut, parameter_shapes
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from tests.support.megatron_trees import CONFIG, LAYER, PLANS, H, check, make_weights, padded, write_tree
+from tests.support.whole_model import build_model
 
 WPE = "embedding.wpe.weight"
 

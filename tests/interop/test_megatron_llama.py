@@ -12,7 +12,7 @@ from dtgpt.interop.megatron.llama import check_export
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.source import cut
+from dtgpt.models.shared.foreign import cut
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.support.archives import unpack

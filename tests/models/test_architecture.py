@@ -12,7 +12,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.options import Options
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import Core, _cores, inventory
 from dtgpt.models.layers import AttentionCore, Context
@@ -31,6 +31,7 @@ from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")

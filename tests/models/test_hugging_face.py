@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.philox import root_key
 from tests.support.hugging_face import hugging_face_twin, translate
+from tests.support.whole_model import build_model
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 

@@ -9,11 +9,12 @@ from torch.nn.functional import cross_entropy
 
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.models.batch import Batch, DocumentMasks
-from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from tests.support.llama_twins import translate, twin_of
 from tests.support.runs import training
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(3)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dtgpt.compare.rounding import comparable
-from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
+from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config
@@ -13,6 +13,7 @@ from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, normal, root_key
 from dtgpt.util.errors import UserError
+from tests.support.whole_model import build_model
 
 CPU = torch.device("cpu")
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=100, dropout=0.2)

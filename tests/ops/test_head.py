@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dtgpt.ops.loss.cross_entropy import local_terms, row_terms, to_loss_and_gradient_
+from dtgpt.ops.loss.cross_entropy import row_terms, to_loss_and_gradient_
 from dtgpt.ops.loss.head import head_loss, reference
 from tests.support.bodies_cross_entropy import (
     HeadCase,
@@ -178,21 +178,6 @@ def test_gradients_are_all_that_is_saved_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
         head_loss(x, w, case.targets, 257)
     assert sizes == [x.flatten(0, 1).shape, w.shape]
-
-
-@pytest.mark.slow(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_passes_are_sound_operators(dtype):
-    """Fake tensors, mutation and dispatch, as torch.compile needs them."""
-    case = make_case(dtype=dtype)
-    logits, targets = (case.x @ case.weight.t()).flatten(0, 1), case.targets.flatten()
-    largest, total, _ = local_terms(logits, targets, 0, 257).unbind()
-    scale = torch.tensor(0.1)
-    torch.library.opcheck(torch.ops.dtgpt.cross_entropy_terms.default, (logits, targets, 0, 257))
-    torch.library.opcheck(
-        torch.ops.dtgpt.cross_entropy_gradient_.default, (logits.clone(), targets, largest, total, scale, 0, 257)
-    )
-    torch.library.opcheck(torch.ops.dtgpt.cross_entropy_.default, (logits.clone(), targets, scale, 257))
 
 
 @needs_triton

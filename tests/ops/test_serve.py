@@ -37,7 +37,8 @@ def test_the_first_kernel_that_serves_is_taken_and_else_the_definition(example):
 def test_numbers_of_32_bits_on_a_cpu_meet_no_kernel(example):
     assert example(*numbers(9, torch.float32)).tolist() == [1] * 9
     assert not example.kernels
-    assert example.choose(torch.ones(9, device="meta"), torch.ones(())) is example.kernels[0]
+    example(torch.ones(9, device="meta"), torch.ones(()))
+    assert example.kernels
 
 
 def test_an_operation_that_no_capability_serves_has_its_definition(example):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from dtgpt.ops.activations import BIASED, FUNCTIONS, GATED, swiglu, swiglu_reference
+from dtgpt.ops.activations import swiglu, swiglu_reference
 from dtgpt.ops.kernels import pointwise
+from dtgpt.ops.more_activations import BIASED, FUNCTIONS, GATED
 from tests.support.bodies_norm import (
     capture,
     check,

@@ -9,12 +9,13 @@ import torch
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.mesh import Mesh
 from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, shards_of, whole_gradient
 from tests.support.ranks import pool
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(6)
 

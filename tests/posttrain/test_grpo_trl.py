@@ -8,9 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dtgpt.checkpoint.open import open_config
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import Decoder, unique_parameters
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
 from tests.interop.test_interop_huggingface import InMemory
 from tests.posttrain.test_lora import LLAMA, SIZES

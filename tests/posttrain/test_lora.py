@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 
 import dtgpt
-from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key
@@ -24,6 +23,7 @@ from dtgpt.optim.fp8.precision import FP8
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import override

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from dtgpt.checkpoint.open import open_config
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
 from tests.support.chats import conversation, write_tokenizer
 from tests.support.families import OURS

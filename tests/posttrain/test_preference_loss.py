@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtgpt.ops.loss.head import coupled_loss
+from dtgpt.models.shared.coupled import coupled_loss
 from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss
 
 B, T, H, V, P = 3, 12, 8, 32, 2

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 
-from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.gate import Reference, locate, problem_of_reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import difference, limits_between, problems
@@ -27,6 +26,7 @@ from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.dpo.preferences import read_pair
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.records import read_records
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError

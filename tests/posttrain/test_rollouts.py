@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.compare import compare
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -23,6 +22,7 @@ from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed
 from dtgpt.posttrain.grpo.rollouts import why_not_exact
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.records import read_records
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError

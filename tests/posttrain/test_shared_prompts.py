@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.shared import shared_tokens
@@ -24,6 +24,7 @@ from tests.support.bodies_grpo import Low, train_answers
 from tests.support.families import OURS
 from tests.support.ranks import pool, several
 from tests.support.runs import change, constant, on_cuda
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(9)
 

@@ -7,7 +7,6 @@ import torch
 
 from dtgpt.cli import main
 from dtgpt.compare.verdict import difference, limits_of, problems
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import attention_mask, dropout, dropout_keys, keep_mask
@@ -16,6 +15,7 @@ from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.train.texts.generate import generate_text
 from tests.support.plans_on_gpus import records
 from tests.support.runs import on_cuda, training
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")

@@ -11,17 +11,19 @@ import torch
 
 import dtgpt
 from dtgpt.capabilities import CAPABILITIES
-from dtgpt.checkpoint.open import open_config, open_source
+from dtgpt.checkpoint.open import open_source
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from tests.support.fresh import run_fresh
+from tests.support.whole_model import build_model
 
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,"
 CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=len(ALPHABET), dropout=0.0)

@@ -9,7 +9,6 @@ import torch
 from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.sections import DataConfig
 from dtgpt.models.batch import Batch, DocumentMasks
-from dtgpt.models.decoder import build_model
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
@@ -17,6 +16,7 @@ from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.train.texts.generate import generate_text
 from tests.support.plans_on_gpus import records
 from tests.support.runs import constant, training
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")

@@ -18,7 +18,6 @@ from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.inference.kernels.stages import parts_of
 from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.interop.inspect import model_digest
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.posttrain.chats.command import command as chat_command
 from dtgpt.serve.command import command as serve_command
@@ -26,6 +25,7 @@ from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.runs import losses
+from tests.support.whole_model import build_model
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RECIPE = '''"""A model of its own, in a module beside this file."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.util.hardware import child_environment
+from dtgpt.util.shared.environment import child_environment
 from tests.support import call_log, covered_lines, cpu_seconds
 from tests.support.budgets import REFERENCE
 from tests.support.recorded_map import load_record

@@ -18,7 +18,6 @@ import torch
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.command import KEY, ServeOptions, name_of
@@ -29,6 +28,7 @@ from dtgpt.serve.signals import EndBySignal
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import programs as support
 from tests.support.server import http_client, served, tiny_model, wait_until
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(12)
 

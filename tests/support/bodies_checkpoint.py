@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtgpt.parallel.shards
-from dtgpt.checkpoint import load, save
+from dtgpt.checkpoint import load
 from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
@@ -115,7 +116,7 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
 
 def train_while_a_rank_cannot_write(recipe: Recipe, rank: int, step: int) -> tuple[int, list[str]]:
     """The exit code of a run in which the disk of `rank` alone is full at `step`, and what the savers said."""
-    said, write = [], host.write_file
+    said, write, save = [], host.write_file, import_module("dtgpt.checkpoint.background.saver")
 
     def full(path, pieces, data):
         if dist.get_rank() == rank and f"step_{step:08d}" in str(path):
@@ -132,7 +133,7 @@ def train_while_a_rank_cannot_write(recipe: Recipe, rank: int, step: int) -> tup
 def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list[str | None]:
     """Two checkpoints, in the first of which `rank` never reports: what a saver that `must` save raises, and what is
     left in the folder after the second."""
-    refused = []
+    refused, save = [], import_module("dtgpt.checkpoint.background.saver")
     with open_trainer(recipe) as run, saving_into(recipe, run, folder, timeout=0.4) as saving:
         for silent in (True, False):
             run.train_step()
@@ -162,7 +163,7 @@ def save_without_inodes(recipe: Recipe, folder: Path) -> list[tuple[str, float]]
 
 
 def _save_without_inodes(recipe: Recipe, run: Trainer, folder: Path, rank: int, full: Any) -> tuple[str, float]:
-    mine, begin = dist.get_rank() == rank, time.monotonic()
+    mine, begin, save = dist.get_rank() == rank, time.monotonic(), import_module("dtgpt.checkpoint.background.saver")
     with (
         saving_into(recipe, run, folder, timeout=600.0) as saving,
         mock.patch.object(save, "write_text", full if mine else save.write_text),

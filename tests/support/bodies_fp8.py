@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtgpt.compare.record import Record, record
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
-from dtgpt.ops.linear import linear, on_local_tensors
+from dtgpt.ops.linear import linear
+from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.optim.fp8.scales import Fp8Scales
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer

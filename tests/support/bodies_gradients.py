@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.collectives import NarrowSum
 from dtgpt.parallel.gradients import Buckets
+from tests.support.whole_model import build_model
 
 CPU = torch.device("cpu")
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=100, dropout=0.1)

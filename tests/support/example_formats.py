@@ -19,7 +19,8 @@ from dtgpt.data.open import DataFormat, DataRequest
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.models.source import Part, Source, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part, Source
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(

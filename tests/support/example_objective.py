@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
-from dtgpt.ops.loss.head import Coupled
+from dtgpt.models.shared.coupled import Coupled, set_loss
 from dtgpt.ops.random.philox import fold
-from dtgpt.parallel.build import set_loss
 from dtgpt.train.objective import LanguageModel, Parts
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams

@@ -12,7 +12,7 @@ from dtgpt.models import gpt2
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.models.layers import Branch, Context, Dropout, LayerNorm, add
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.linear import local
+from dtgpt.ops.local_tensors import local
 
 COUNT = 2
 

@@ -10,10 +10,10 @@ import yaml
 from dtgpt.data.library_tokenizers.export import transformers_files
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import InMemory
+from tests.support.whole_model import build_model
 
 TEXT = (
     "the a an of to in and that was her his it with for as on she he they but had at from this not by which or were "

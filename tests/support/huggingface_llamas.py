@@ -3,10 +3,10 @@
 import torch
 import transformers
 
-from dtgpt.models.decoder import build_model
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import scatter
+from tests.support.whole_model import build_model
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,

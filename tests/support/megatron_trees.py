@@ -6,7 +6,8 @@ from argparse import Namespace
 import torch
 
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Source, cut, parameter_shapes
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Source, parameter_shapes
 
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 H, N, D, LAYERS = 32, 4, 8, 4

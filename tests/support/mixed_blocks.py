@@ -21,7 +21,7 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.activations import BIASED
+from dtgpt.ops.more_activations import BIASED
 
 KINDS = ("whole", "no attention", "shared heads")
 

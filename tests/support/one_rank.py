@@ -26,8 +26,9 @@ from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, Summed
 from dtgpt.parallel.exact_sums.sums import ExactSums
 from dtgpt.parallel.gradients import Bucket, Buckets
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
-from dtgpt.parallel.shards import Shard, Shards, region_of_tp
+from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.parallel.shared_memory.pieces import Pieces
+from dtgpt.parallel.shared_memory.regions import region_of_tp
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.sums import costs_of

@@ -21,8 +21,8 @@ from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
-from dtgpt.util.hardware import child_environment
 from dtgpt.util.peers import VARIABLES, Process
+from dtgpt.util.shared.environment import child_environment
 
 
 def work(job: dict, folder: Path) -> None:

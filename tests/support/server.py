@@ -19,7 +19,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.library.model import LibraryModel
 from dtgpt.inference.model import Model, Need
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
@@ -28,6 +28,7 @@ from dtgpt.serve.http import HttpServer, bind
 from dtgpt.serve.service import Service
 from dtgpt.serve.worker import EngineWorker
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.whole_model import build_model
 
 CPU = torch.device("cpu")
 SLOTS = 8

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtgpt.models.decoder import build_model, unique_parameters
-from dtgpt.models.source import cut, parameter_shapes
+from dtgpt.models.decoder import unique_parameters
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
+from tests.support.whole_model import build_model
 
 TOLERANCE = 1e-5  # fp32, of the largest logit: rounding of other orders of summation
 LAYERS, HEADS, WIDTH, LENGTH, VOCABULARY = 3, 4, 48, 24, 131

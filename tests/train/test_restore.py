@@ -4,12 +4,12 @@ records of its steps."""
 import json
 import threading
 from dataclasses import asdict, replace
+from importlib import import_module
 
 import pytest
 import torch
 
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.shard_file import StagedFile
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import SMALL, Shard
 from dtgpt.run.records import read_records
@@ -90,14 +90,15 @@ def test_the_loss_scale_changes_no_weight(recipe, clip):
 
 def test_the_next_update_waits_until_a_save_has_its_copies(recipe, tmp_path, monkeypatch):
     run, copied, go_on = training(recipe), [], threading.Event()
-    copy = StagedFile.copy
+    staged = import_module("dtgpt.checkpoint.background.saver").StagedFile
+    copy = staged.copy
 
     def late(self) -> None:
         assert go_on.wait(30)
         copy(self)
         copied.append(self)
 
-    monkeypatch.setattr(StagedFile, "copy", late)
+    monkeypatch.setattr(staged, "copy", late)
     with Saver(tmp_path, run.shards, run.optimizer.rule) as saver:
         saver.save(0, {"step": 0})
         threading.Timer(0.2, go_on.set).start()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.util.hardware import child_environment
+from dtgpt.util.shared.environment import child_environment
 from tests.support.disks import files_of_at_most
 from tests.translate.conftest import recipe_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dtgpt.compare import workers
-from dtgpt.util import hardware
-from dtgpt.util.hardware import child_environment
+from dtgpt.util.shared import environment
+from dtgpt.util.shared.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 FIND = "from importlib.util import find_spec as f; print(f('dtgpt').origin, f('tests').origin)"
@@ -38,7 +38,8 @@ def test_a_child_finds_the_package_that_its_parent_runs(tmp_path, monkeypatch, p
 
 
 def test_an_installed_package_changes_no_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "site-packages" / "dtgpt" / "util" / "hardware.py"))
+    file = tmp_path / "site-packages" / "dtgpt" / "util" / "shared" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(file))
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in child_environment()
 

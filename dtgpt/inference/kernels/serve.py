@@ -18,7 +18,7 @@ from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
-from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_losses, row_terms
+from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_terms, to_loss_and_gradient_
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
@@ -117,7 +117,7 @@ def as_in_training(
     logits, chosen = logits.contiguous(), [column.contiguous() for column in (ids, *top_ids.unbind(1))]
     real = real_columns(logits.shape[1], vocab_size, start)
     if group is None:
-        first, *others = (-row_losses(logits, column, real) for column in chosen)
+        first, *others = (-to_loss_and_gradient_(logits, column, None, real) for column in chosen)
     else:
         terms = torch.cat([row_terms(logits, column, start, real) for column in chosen], dim=1)
         first, *others = (-losses_of(*over_group(terms, group))).chunk(len(chosen))

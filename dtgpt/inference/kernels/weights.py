@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dtgpt.models import gpt2, llama
-from dtgpt.ops.activations import fused_name
+from dtgpt.ops.fp8.fused import fused_name
 from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.rotary_positions import angle_table
 

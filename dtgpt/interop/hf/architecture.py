@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dtgpt.interop.keys import Key, among, not_here, read_key
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Part, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError
 
 # transformers' names of activations by dtgpt's, the one that is written first. Those of GELU by tanh differ in rounding

@@ -28,7 +28,8 @@ from dtgpt.interop.keys import (
 )
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
-from dtgpt.models.source import Part, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part
 
 # transformers' names of one number: its own, and that of other families.
 ALIASES = {

@@ -17,8 +17,9 @@ from dtgpt.interop.hf.rope import LENGTH, read_rope, write_rope
 from dtgpt.interop.keys import Key, Keys, among, check_keys, just, not_here
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
-from dtgpt.models.source import Part, cut
-from dtgpt.ops.activations import LIMIT, SLOPE
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part
+from dtgpt.ops.more_activations import LIMIT, SLOPE
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
 FAMILY = Family(8, 64, 2880, 131072, 201088, eps=1e-5, hidden=2880, layers=36, heads=64)

@@ -43,7 +43,8 @@ from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
-from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
+from dtgpt.models.shared.foreign import has_vocabulary
+from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import open_regular, read_json, write_json, write_text
 

@@ -21,7 +21,8 @@ from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
 from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
-from dtgpt.models.source import Source, has_vocabulary
+from dtgpt.models.shared.foreign import has_vocabulary
+from dtgpt.models.source import Source
 from dtgpt.parallel.layout import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError

@@ -16,7 +16,8 @@ from dtgpt.interop.megatron.names import cut_dimension
 from dtgpt.interop.megatron.tree import check_places, consumed_samples, expected_path, open_ranks
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
-from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
+from dtgpt.models.shared.foreign import has_vocabulary
+from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 

@@ -34,7 +34,8 @@ from dtgpt.interop.megatron.tree import LARGEST_COUNT, consumed_samples, read_ar
 from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
-from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
+from dtgpt.models.shared.foreign import has_vocabulary
+from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 
 COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/"

@@ -9,5 +9,7 @@ CAPABILITY = Capability(
         "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",
         "gpt_oss": "dtgpt.models.families.gpt_oss:GptOssConfig",
         "track3": "dtgpt.models.families.track3:Track3Config",
-    }
+    },
+    activations=("dtgpt.ops.more_activations:activation_of",),
+    rotary_scalings=("dtgpt.models.families.rotary_scalings:scaled",),
 )

@@ -18,7 +18,8 @@ from dtgpt.models.llama import Attention as LlamaAttention
 from dtgpt.models.llama import Embedding, Head
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
-from dtgpt.ops.activations import GATED, GatedName
+from dtgpt.ops.activations import GatedName
+from dtgpt.ops.more_activations import GATED
 from dtgpt.ops.rotary_positions import Scaling
 from dtgpt.util.field_types import Bounds
 

@@ -33,7 +33,7 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles, role_of
-from dtgpt.ops.activations import bias_relu2
+from dtgpt.ops.more_activations import bias_relu2
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Given, Rule, Rules

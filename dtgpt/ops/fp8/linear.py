@@ -13,7 +13,8 @@ from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
-from dtgpt.ops.linear import Parts, linear
+from dtgpt.ops.linear import linear
+from dtgpt.ops.local_tensors import Parts
 from dtgpt.ops.serve import is_apart
 
 

@@ -9,13 +9,13 @@ sum.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.activations import Name
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
+from dtgpt.ops.fp8.fused import Name
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
-from dtgpt.ops.linear import Parts
+from dtgpt.ops.local_tensors import Parts
 
 
 def fp8_mlp(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.quantize import quantize, transposed
 from dtgpt.ops.fp8.sites import Site
-from dtgpt.ops.linear import Parts
+from dtgpt.ops.local_tensors import Parts
 
 
 def quantize_whole(

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.ops.activations import fused_name
+from dtgpt.ops.fp8.fused import fused_name
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites
-from dtgpt.ops.linear import Parts, local, on_local_tensors
+from dtgpt.ops.local_tensors import Parts, local, on_local_tensors
 from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor
 

@@ -11,7 +11,7 @@ def kernels():
     return cross_entropy_kernels
 
 
-def _has_columns(logits: Tensor, targets: Tensor, start: int, real: int, cap: float) -> bool:
+def _has_columns(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> bool:
     return real != 0 and has_triton(logits)
 
 

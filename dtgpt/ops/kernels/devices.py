@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops import serve
+from dtgpt.ops.kernels.torch_private import spare_compiler
 from dtgpt.ops.serve import Kernel
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.gpu_limits import HOPPER, TRITON, what_runs_on, why_no_kernels
@@ -88,7 +89,8 @@ def why_no_build(device: torch.device) -> str | None:
 
 
 def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = has_triton, when: str = "on GPUs") -> Kernel:
-    """Return a kernel that is written in Triton."""
+    """Return a kernel that is written in Triton. The ops of PyTorch around it are registered by now."""
+    spare_compiler()
     return Kernel("Triton", serves, run, why_no_triton, when)
 
 

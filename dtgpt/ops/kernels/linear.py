@@ -19,7 +19,9 @@ from torch import Tensor
 
 from dtgpt.ops.kernels.bias import bias_gradient, register_rule
 from dtgpt.ops.kernels.devices import may_fuse, why_no_triton
-from dtgpt.ops.linear import linear, may_split, on_local_tensors
+from dtgpt.ops.kernels.torch_private import spare_compiler
+from dtgpt.ops.linear import linear, may_split
+from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.serve import Kernel
 from dtgpt.util.torch_private import is_dtensor
 
@@ -132,3 +134,4 @@ LINEAR_INTO = (
         CHAIN,
     ),
 )
+spare_compiler()

@@ -11,16 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtgpt.ops.activations import (
-    FUNCTIONS,
-    SLOPE,
-    gated_reference,
-    gelu_reference,
-    relu2_reference,
-    swiglu_reference,
-    wide_pairs,
-)
+from dtgpt.ops.activations import gelu_reference, swiglu_reference, wide_pairs
 from dtgpt.ops.kernels.devices import by_triton, may_fuse, takes_custom_op
+from dtgpt.ops.more_activations import FUNCTIONS, SLOPE, gated_reference, relu2_reference
 
 
 def gelu_kernels():

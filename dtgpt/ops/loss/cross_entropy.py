@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation, plain_on_cpu
+from dtgpt.ops.serve import Operation
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
@@ -144,34 +144,6 @@ def plain_gradient(
 
 
 def _terms_to_gradient_(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int, cap: float
-) -> None:
-    scale = scale.expand(len(logits))
-    for rows in _chunks(logits):
-        terms = targets[rows], largest[rows], total[rows], scale[rows]
-        logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
-
-
-def _whole_losses(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float) -> Tensor:
-    """Return the losses of whole rows, and where there is a scale replace the logits by the gradient."""
-    terms = local_terms(logits, targets, 0, real, cap)
-    if scale is not None:
-        to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real, cap)
-    return losses_of(*terms)
-
-
-# What a pass computes. Around each is an op of PyTorch, so that a compiler takes it as it is.
-TERMS = Operation("cross_entropy_terms", local_terms, "of each row max(z), sum(exp(z - max(z))) and z[target]")
-GRADIENT = Operation("cross_entropy_gradient", _terms_to_gradient_, "(softmax(z) - onehot) scale, in place")
-WHOLE_LOSSES = Operation("cross_entropy_losses", _whole_losses, "log(sum(exp(z))) - z[target]; the gradient in place")
-
-
-def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
-    """Return `local_terms`, in one pass over the logits."""
-    return TERMS(logits, targets, start, real, cap)
-
-
-def _to_gradient_(
     logits: Tensor,
     targets: Tensor,
     largest: Tensor,
@@ -181,39 +153,30 @@ def _to_gradient_(
     real: int,
     cap: float = 0.0,
 ) -> None:
-    """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
-    padding.
-
-    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, one for all rows or `[rows]`, applied before the
-    result is rounded.
-    """
-    GRADIENT(logits, targets, largest, total, scale, start, real, cap)
+    scale = scale.expand(len(logits))
+    for rows in _chunks(logits):
+        terms = targets[rows], largest[rows], total[rows], scale[rows]
+        logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
 
 
-def _to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
-    return WHOLE_LOSSES(logits, targets, scale, real, cap)
+def _whole_losses(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float = 0.0) -> Tensor:
+    """Return the losses of whole rows, and where there is a scale replace the logits by the gradient."""
+    terms = local_terms(logits, targets, 0, real, cap)
+    if scale is not None:
+        to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real, cap)
+    return losses_of(*terms)
 
 
-def _row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
-    `to_loss_and_gradient_`."""
-    return WHOLE_LOSSES(logits, targets, None, real, cap)
-
-
-_terms_op = torch.library.custom_op("dtgpt::cross_entropy_terms", _row_terms, mutates_args=())
-_gradient_op = torch.library.custom_op("dtgpt::cross_entropy_gradient_", _to_gradient_, mutates_args=("logits",))
-_loss_op = torch.library.custom_op("dtgpt::cross_entropy_", _to_loss_and_gradient_, mutates_args=("logits",))
-_losses_op = torch.library.custom_op("dtgpt::cross_entropy_losses", _row_losses, mutates_args=())
-_terms_op.register_fake(lambda logits, *_: logits.new_empty(3, len(logits), dtype=torch.float32))
-for _op in (_loss_op, _losses_op):
-    _op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
-row_terms, to_gradient_ = plain_on_cpu(_row_terms, _terms_op), plain_on_cpu(_to_gradient_, _gradient_op)
-to_loss_and_gradient_, row_losses = (
-    plain_on_cpu(_to_loss_and_gradient_, _loss_op),
-    plain_on_cpu(_row_losses, _losses_op),
+# The terms of `local_terms`, in one pass over the logits.
+row_terms = Operation("cross_entropy_terms", local_terms, "of each row max(z), sum(exp(z - max(z))) and z[target]")
+# Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the padding.
+# largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, one for all rows or `[rows]`, applied before the
+# result is rounded.
+to_gradient_ = Operation("cross_entropy_gradient", _terms_to_gradient_, "(softmax(z) - onehot) scale, in place")
+# Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, and unless scale is None apply
+# `to_gradient_`.
+to_loss_and_gradient_ = Operation(
+    "cross_entropy_losses", _whole_losses, "log(sum(exp(z))) - z[target]; the gradient in place"
 )
-
-
 # x, factor: x times a scalar fp32 tensor, rounded once.
 scaled = Operation("scaled", torch.mul, "x factor")

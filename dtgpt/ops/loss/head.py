@@ -13,7 +13,7 @@ is a partial sum, for the caller to reduce; that of the weight is complete.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +27,6 @@ from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor
 
 LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits
-
-
-class Coupled(NamedTuple):
-    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch."""
-
-    weights: Tensor | None  # fp32 [B, N]: factors of the addends of the mean
-    by_token: Tensor | None = None  # [B, T, ...]
-    by_sample: Tensor | None = None  # [B, ...]
-
-
-class CoupledLoss(Protocol):
-    """A loss that is another function of the losses of tokens than their mean, such as one that holds answers against
-    each other. Its gradient is that of a mean with weights, which it gives."""
-
-    def __call__(self, losses: Tensor, about: Coupled) -> tuple[Tensor, Tensor] | Tensor:
-        """Return (the loss, an fp32 scalar; d(T B loss) / d(losses), fp32 `[B, T]`), from the losses `[B, T]` of this
-        rank's targets, which have no gradient; or, in evaluation alone, a tensor of another meaning. Under context
-        parallelism a rank has `T / cp` of the tokens of a sample, and gradients are the mean over the cp ranks."""
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -75,45 +57,19 @@ def head_loss(
     logits, in x's dtype and cut as the weight is. cap: logits are bounded softly by it; 0: not. Raises ValueError
     for a DTensor with another placement.
     """
-    start, group, weight, bias = _local(weight, bias, start, group)
+    start, group, weight, bias = local_rows(weight, bias, start, group)
     if is_apart():
         loss = passes.cross_entropy(linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
-        return loss if scale is None else _InPlaceOf.apply(loss, loss.detach(), scale)
+        return loss if scale is None else InPlaceOf.apply(loss, loss.detach(), scale)
     x, targets = x.flatten(0, -2), targets.flatten()
     factors = None if weights is None else weights.flatten()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(x, weight, bias, targets, vocab_size, start, group, factors, cap, scale)
     with torch.no_grad():
-        return passes.weighted(_row_losses(x, weight, bias, targets, vocab_size, start, group, cap), factors).mean()
+        return passes.weighted(rows_losses(x, weight, bias, targets, vocab_size, start, group, cap), factors).mean()
 
 
-def coupled_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    about: Coupled,
-    coupled: CoupledLoss,
-    *,
-    scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    cap: float = 0.0,
-) -> Tensor:
-    """Return what `coupled` makes of the losses of tokens. Logits are made twice: for these losses, and for the
-    gradients. The other arguments are those of `head_loss`."""
-    with torch.no_grad():
-        start, group, local, local_bias = _local(weight, bias, 0, None)
-        place = (vocab_size, start, group)
-        losses = _row_losses(x.flatten(0, -2), local, local_bias, targets.flatten(), *place, cap).view_as(targets)
-    made = coupled(losses, about)  # where a gradient is wanted, so that it can tell a training step
-    if isinstance(made, Tensor):
-        return made
-    value, weights = made
-    loss = head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap)
-    return _InPlaceOf.apply(loss, value, None)
-
-
-def _local(
+def local_rows(
     weight: Any, bias: Any, start: int, group: dist.ProcessGroup | None
 ) -> tuple[int, dist.ProcessGroup | None, Tensor, Tensor | None]:
     """Return (global index of the first local row, group, local weight, local bias): those given, or those of DTensors,
@@ -153,19 +109,21 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, gro
         yield rows, linear_into(x[rows], weight, bias, memory[: rows.stop - rows.start])
 
 
-def _row_losses(
+def rows_losses(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group, cap: float
 ) -> Tensor:
     """Return the losses, fp32 `[rows]`."""
     real = passes.real_columns(len(weight), vocab_size, start)
     chunks = _logits(x, weight, bias, vocab_size, group)
     if group is None:
-        return torch.cat([passes.row_losses(logits, targets[rows], real, cap) for rows, logits in chunks])
+        return torch.cat(
+            [passes.to_loss_and_gradient_(logits, targets[rows], None, real, cap) for rows, logits in chunks]
+        )
     terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
     return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
 
 
-class _InPlaceOf(torch.autograd.Function):
+class InPlaceOf(torch.autograd.Function):
     """Return `value` with the gradient of a loss, times `scale` where it is a tensor."""
 
     @staticmethod

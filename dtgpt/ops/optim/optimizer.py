@@ -9,7 +9,6 @@ PyTorch for all tensors. Sharding rule: everything but the norms is elementwise;
 up.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -89,15 +88,10 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     PyTorch's kernel reads every gradient once, in a few launches for all, and adds the chunks of a tensor in a fixed
     order without atomics: equal gradients give equal sums.
     """
-    return _norms(gradients, 2).square_()
+    return norms_of(gradients, 2).square_()
 
 
-def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
-    return _norms(gradients, math.inf)
-
-
-def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
+def norms_of(gradients: Sequence[Tensor], order: float) -> Tensor:
     """Return the norm of each tensor. PyTorch's kernel, which handles empty tensors inconsistently, gets the others."""
     norms = torch.zeros(len(gradients), device=gradients[0].device)
     filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.ops.random.philox import are_few, block_words, covering_blocks, few_words, fold
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.serve import Operation, load_kernels
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element
@@ -158,11 +158,15 @@ def _dropped(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None, atte
     if p == 0:
         return x
     first = [0] * (x.dim() - key.dim() + 1) if start is None else list(start)
-    if torch.compiler.is_compiling() and DROPOUT.choose(x, key, p, first, attention) is None:
+    if torch.compiler.is_compiling() and (x.is_cpu or not _is_served(x, key, p, first, attention)):
         # Inductor fuses plain torch with its neighbours. Its partitioner would save the mask instead of drawing it
         # again; checkpoint forbids that, and saves the key alone, since the gradient does not need x.
         return checkpoint(_apply, x, key, p, first, attention, use_reentrant=False, preserve_rng_state=False)
     return torch.ops.dtgpt.dropout(x, key, p, first, attention)
+
+
+def _is_served(*inputs: Any) -> bool:
+    return load_kernels(DROPOUT.name) and any(kernel.serves(*inputs) for kernel in DROPOUT.kernels)
 
 
 def _dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:

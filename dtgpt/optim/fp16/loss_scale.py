@@ -20,7 +20,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.ops.optim.optimizer import largest_magnitude
+from dtgpt.ops.optim.optimizer import norms_of
 from dtgpt.optim.step_state import GradientScale
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -56,7 +56,7 @@ class LossScaler(GradientScale):
 
     def norm(self, shards: Shards) -> tuple[Tensor, Tensor]:
         inverse = self.inverse()
-        excess = largest_magnitude(shards.counted_gradients()).max() > self.limits
+        excess = norms_of(shards.counted_gradients(), math.inf).max() > self.limits
         squares = shards.squares()
         counts = shards.mesh.all_reduce(torch.cat([squares, excess.to(squares.dtype)]))
         norm = shards.sums.root(counts[: len(squares)])

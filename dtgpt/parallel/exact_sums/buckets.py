@@ -14,9 +14,9 @@ from dtgpt.parallel.collectives import ALIGNED
 from dtgpt.parallel.gradients import call_on_gradients, local_gradient, local_part
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.shared_memory.arena import aligned
 from dtgpt.parallel.shared_memory.pieces import Pieces
+from dtgpt.parallel.shared_memory.regions import region_of_tp
 from dtgpt.util.torch_private import reduce_scatter_single
 
 

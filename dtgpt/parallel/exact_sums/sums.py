@@ -5,7 +5,8 @@ Every level of ZeRO is summed here; `fully_shard` finds no gradient to reduce. O
 gradients of both uses in the type of the weights: the head's is diverted and added as an integer, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -70,7 +71,10 @@ class ExactSums(Buckets):
         for (stage, module, _), table, bucket in zip(parts, tables, self.all, strict=True):
             _watch(module, stage, bucket)
             if table is not None:
-                bind(stage.get_submodule(stage.config.output_name.rpartition(".")[0]), diverted=bucket.divert)
+                bind(
+                    stage.get_submodule(stage.config.output_name.rpartition(".")[0]),
+                    through=partial(_divert, bucket.divert),
+                )
 
     def _make_buckets(
         self, groups: list[list[nn.Parameter]], tables: list[nn.Parameter | None], mesh: Mesh
@@ -128,3 +132,21 @@ def _watch(module: nn.Module, stage: Decoder, bucket: ExactBucket) -> None:
         bucket.watch([stage.get_parameter(name) for name in own])
 
     handle = module.register_forward_pre_hook(watch)
+
+
+class _Diverted(torch.autograd.Function):
+    """Return a weight whose gradient goes to a function instead of the parameter, which another module uses, too."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.take(gradient)
+        return None, None
+
+
+def _divert(take: Callable[[Tensor], None], weight: Tensor) -> Tensor:
+    return _Diverted.apply(weight, take)

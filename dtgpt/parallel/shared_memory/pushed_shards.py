@@ -15,10 +15,10 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.gradients import parameter_groups
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.shared_memory.arena import Area, aligned, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.gather import PLACES, CopyGather
+from dtgpt.parallel.shared_memory.regions import region_of_tp
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.shared_memory.torch_private import AllGather, ReduceScatter, gather_by_own_memory
 

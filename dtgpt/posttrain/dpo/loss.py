@@ -20,7 +20,7 @@ from torch import Tensor
 from dtgpt.util.torch_private import all_gather_single
 
 if TYPE_CHECKING:
-    from dtgpt.ops.loss.head import Coupled
+    from dtgpt.models.shared.coupled import Coupled
     from dtgpt.posttrain.dpo.config import Kind
 
 FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`

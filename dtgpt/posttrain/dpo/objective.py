@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.models.batch import Batch
-from dtgpt.parallel.build import set_loss
+from dtgpt.models.shared.coupled import set_loss
 from dtgpt.posttrain.chats.packed import PackedPart
 from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss, figures_of
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers

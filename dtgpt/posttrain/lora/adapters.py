@@ -11,6 +11,7 @@ rank, and its gradients are addends.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,6 +23,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.parallel.layout import ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
@@ -160,7 +162,7 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
         adapter = Adapter(a, b, matrices, count_packed(parameter, config), lora.scale)
         module.add_module(NAME, adapter)
         bind(adapter, sums_over_tp=tuple(n for n, own in zip("ab", layouts, strict=True) if "tp" in own.sums_over))
-        bind(module, product=adapter.product)
+        bind(module, product=partial(on_local_tensors, adapter.product))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_model, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.open import check_size, formats, open_config, open_source, tokenizer_beside, tokenizer_place
+from dtgpt.checkpoint.open import check_size, formats, open_source, tokenizer_beside, tokenizer_place
 from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
@@ -22,6 +22,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.optim.step_state import StepState
+from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.start import Beginning
 from dtgpt.util import seams
 from dtgpt.util.console import say

@@ -21,7 +21,6 @@ from dtgpt.inference.library.load import load
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights
-from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
@@ -36,6 +35,7 @@ from tests.support.vocabularies import (
     sentencepiece_model,
     tokenizer_json,
 )
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(9)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.samples import Samples, sequential_index
 from dtgpt.data.megatron.token_shards import TokenShards
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.families.track3 import Track3Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
@@ -20,6 +20,7 @@ from dtgpt.train.setup import read_dataset
 from dtgpt.util.errors import UserError
 from tests.support import bodies_architecture
 from tests.support.ranks import pool
+from tests.support.whole_model import build_model
 
 TINY = Track3Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257)
 MUON = MuonConfig(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.activations import Name
+from dtgpt.ops.fp8.fused import Name
 
 
 class EmbeddingWeights(NamedTuple):

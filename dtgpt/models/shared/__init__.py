@@ -1,0 +1,1 @@
+"""What capabilities share of models."""

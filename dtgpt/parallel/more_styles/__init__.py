@@ -1,0 +1,13 @@
+"""Styles of tensor parallelism for the roles that GPT-2 and LLaMA do not have."""
+
+from dtgpt.util.seams import Capability
+
+STYLES = "dtgpt.parallel.more_styles.styles"
+CAPABILITY = Capability(
+    role_styles={
+        "COLUMN_STACK": f"{STYLES}:column_stack",
+        "ROW_STACK": f"{STYLES}:row_stack",
+        "SINKS": f"{STYLES}:sinks",
+        "JOINT_NORM": f"{STYLES}:joint_norm",
+    }
+)
