@@ -84,6 +84,7 @@ class Capability:
 
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
+    schedules: Mapping[str, str] = field(default_factory=dict)  # of learning rates: a `schedule.Schedule`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
     added_modules: tuple[str, ...] = ()
