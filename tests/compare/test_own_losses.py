@@ -145,3 +145,13 @@ def test_a_kind_of_output_layer_has_its_own_loss(tiny, tmp_path):
             self.lm_head = Biased(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
     assert verdict(replace(tiny, model=with_head(Ends)), tmp_path) == ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("loss", "words"), [(FocalLoss, ""), (Tilted, WRONG)])
+def test_the_loss_of_an_objective_on_a_gpu_is_held_against_itself_on_the_cpu(tiny, tmp_path, monkeypatch, loss, words):
+    monkeypatch.setattr(example_objective, "FocalLoss", loss)
+    values = {field.name: getattr(tiny, field.name) for field in fields(tiny)} | {"device": "cuda", "precision": "fp32"}
+    with in_use():
+        recipe = SmoothingRecipe(**values, smoothing=SmoothingConfig(share=0.25))
+        assert verdict(recipe, tmp_path)[: len(WRONG)] == words
