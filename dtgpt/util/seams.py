@@ -1,5 +1,9 @@
 """The seams at which capabilities hang on the core.
 
+A capability could register itself where it is imported. But then it has to be imported, with all that it needs, to be
+known. A description names its parts as text, and a part is imported where a run needs it: a plain run loads a third of
+the modules (`python -m tests.support.core`).
+
 The core does not import a capability. `dtgpt/capabilities.py` lists the modules that describe one, each by a
 `Capability` named CAPABILITY; whoever imports `dtgpt` has them all. The core asks for what they add at a seam with
 `added` and `listed`, and works the same without any.
