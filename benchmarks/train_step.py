@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -53,16 +53,20 @@ ROUND = 4  # timed steps of a setting before it is the other one's turn
 PROFILED = 3  # steps
 
 
-def make_recipe(args: argparse.Namespace, overrides: list[str], name: str) -> tuple[Recipe, ResolvedPlan]:
-    """The recipe of plan `name` and that plan, dp filled in."""
+def make_recipe(
+    args: argparse.Namespace, overrides: list[str], name: str, against: Sequence[str] = ()
+) -> tuple[Recipe, ResolvedPlan]:
+    """The recipe of plan `name` and that plan, dp filled in. against: overrides that replace some of the others."""
     file, model = MODELS.get(args.model, (args.model, None))
-    recipe = of_kind(load_recipe(RECIPES / file if args.model in MODELS else Path(file), []), named_kind(overrides))
+    recipe = load_recipe(RECIPES / file if args.model in MODELS else Path(file), [])
+    recipe = of_kind(recipe, named_kind([*overrides, *against]))
     model = model or recipe.model
     model = replace(model, dropout=recipe.model.dropout if args.dropout is None else args.dropout)
     plan = fitting_plan(name, args.plans, recipe.plans)
     samples = args.micro_batch_size * args.micro_batches * plan.dp
     sizes = {"micro_batch_size": args.micro_batch_size, "global_batch_size": samples}
     recipe = apply_overrides(replace(recipe, model=model, plan=name, **sizes), overrides)
+    recipe = apply_overrides(recipe, list(against))  # apart, since of an option that is given twice one is warned
     recipe.validate()
     return recipe, recipe.plan_for(plan.world)
 
@@ -121,13 +125,13 @@ class Step:
 
 def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict]:
     """In each process of a plan: build, warm up, measure. Every rank returns the same."""
-    settings = {plan: overrides}
+    settings = {plan: list[str]()}
     if args.against is not None:
-        settings[f"{plan} {args.against}"] = [*overrides, *shlex.split(args.against)]
+        settings[f"{plan} {args.against}"] = shlex.split(args.against)
     with ExitStack() as stack:
         runs = {}
-        for name, options in settings.items():
-            recipe = make_recipe(args, options, plan)[0]
+        for name, against in settings.items():
+            recipe = make_recipe(args, overrides, plan, against)[0]
             runs[name] = recipe, stack.enter_context(open_trainer(recipe))
         mesh, steps = runs[plan][1].mesh, [Step(training) for _, training in runs.values()]
         for step in steps:

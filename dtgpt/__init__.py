@@ -1,5 +1,9 @@
 """Train GPTs on PyTorch: write the model as plain modules, change the parallel plan, keep the loss curve.
 
+Importing this costs next to nothing: names are imported when they are asked for, since torch takes seconds and `dtgpt
+--help` needs none of it. What must be set before torch is loaded stands here, for no other file of dtgpt is executed
+earlier.
+
 `load` opens a model to generate and score, `Recipe` and `Plan` describe a run, `open_trainer` trains by a loop of your
 own.
 """

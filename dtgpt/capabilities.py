@@ -1,5 +1,10 @@
 """The capabilities of dtgpt: what there is beside the core. Remove a line and the folder that it names, and the core
-works as before."""
+works as before.
+
+They are listed, and not found by a search of folders or of installed packages: which there are, what each may import of
+others and in which order they are asked are facts that a reader sees and a test checks. Nothing named here is imported
+before the core asks for it.
+"""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats, too, and these are

@@ -111,6 +111,10 @@ def _exit(work: Callable[[], int]) -> None:
         if (told := sentence_of(error)) is None:
             raise
         sentence = told
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # which others than dtgpt lack, too, or dtgpt itself is damaged
+            raise
+        sentence = f"torch is not installed in {sys.executable}; install it: python -m pip install torch"
     except KeyboardInterrupt:
         say_interrupted()
         _leave(130)

@@ -1,5 +1,9 @@
 """The folder of one checkpoint: what it is called, what it says of itself, and whether it still is what was written.
 
+One `torch.save` of everything would be shorter. But a pickle executes what its file says, one file is written by one
+rank, and damage would go unnoticed. So tensors are pieces in safetensors files, all else is JSON, and every file is
+listed with its size and digest.
+
 checkpoints/
   latest                                the name of the newest one, for people and scripts
   step_00000100/

@@ -1,4 +1,8 @@
-"""`dtgpt generate`: continue texts with a model."""
+"""`dtgpt generate`: continue texts with a model.
+
+Options of sampling are not written here: `sampling_words` makes them from those that `dtgpt.inference` declares, so
+that the command, the server and `Model.generate` have the same names, bounds and errors.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass

@@ -1,4 +1,8 @@
-"""Options that several commands have: how a model is opened, and which tokenizer it has."""
+"""Options that several commands have: how a model is opened, and which tokenizer it has.
+
+Each is an annotation, and no call of a parser: a command has it as a field, with a default of its own, and the help,
+the bounds and what it means are the same in all of them.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

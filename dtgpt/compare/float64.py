@@ -1,22 +1,36 @@
-"""The first step of one process in float64, which tells how far from exact a run is."""
+"""The first step of one process in float64, which tells how far from exact a run is.
 
-from collections.abc import Iterable
+The loss is the model's own, or the objective's: a head may compute another one than cross-entropy, and is held against
+itself. So that it is in float64, too, where it widens logits by `.float()`, such a cast gives float64 while the head
+computes. An `Output` computes the loss by its definition instead, with PyTorch's own functions and autograd, so that a
+fault of the fused loss, or of the weights that a `CoupledLoss` gives, is no part of what it is held against. The weight
+of a micro-batch multiplies the loss from outside, so that a head is held against what it should do with it.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dtgpt.compare.rounding import comparable
 from dtgpt.compare.trace import Key, Recorder, file_of, save
 from dtgpt.models.batch import Batch
-from dtgpt.models.binding import bind
+from dtgpt.models.binding import bind, bound_of
 from dtgpt.models.decoder import Decoder, unique_parameters
-from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.models.layers import AttentionCore, LossWeights, Output
+from dtgpt.ops.loss.cross_entropy import weighted
+from dtgpt.ops.loss.head import Coupled, CoupledLoss
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
+NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
 OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
 
 
@@ -38,8 +52,7 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
             parameter.copy_(values[name])
         if moved:
             move(parameters.values(), BIT)
-    output = next(module for module in model.modules() if isinstance(module, Output))
-    name = next(name for name, module in model.named_modules() if module is output)
+    compute_loss_exactly(model, trainer)
     for module in model.modules():
         if isinstance(module, AttentionCore):
             bind(module, backend="explicit")
@@ -49,22 +62,13 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     whole = 6 * sum(p.numel() for p in parameters.values()) * batch.tokens.numel() <= OPERATIONS
     recorder = Recorder()
     weight = trainer.optimizer.gradient_scale.item()
-    for index, piece in enumerate(pieces if whole else pieces[:1]):
+    for piece in pieces if whole else pieces[:1]:
         some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
         with recorder.attached([model]):
-            logits = model(*some._replace(targets=None, loss_weights=None, by_token=None, by_sample=None))
-            assert some.targets is not None
-            losses = F.cross_entropy(
-                logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
-            )
-            addends = trainer.objective.addends(losses.view_as(some.targets), some)
-            loss = addends.sum() / (addends.numel() * len(piece.tokens) // len(some.tokens))
-        made = f"{name} output 0"
-        recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
-        if whole:
-            recorder.keep("activation", made, loss, index)
+            loss = model(*some) * (len(some.tokens) / len(piece.tokens))  # its part of the mean over the micro-batch
         (loss * weight).backward()
-        recorder.tensors.pop(Key(index, "gradient", made), None)
+        # The weight is here in the gradients of losses, and in a run only in what they are made of.
+        recorder.drop_scalars("gradient" if whole else "activation", "gradient")
     if whole:
         unscale = float(trainer.optimizer.inverse_scale())
         for name, parameter in parameters.items():
@@ -73,6 +77,71 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
             assert parameter.grad is not None
             recorder.tensors[Key(0, "parameter", name)] = comparable(settings.model, name, parameter.grad * unscale)
     save(recorder, file_of(file, "moved" if moved else "float64"), rank=0, tp=0, eps=torch.finfo(torch.float64).eps)
+
+
+def compute_loss_exactly(model: Decoder, trainer: Trainer) -> None:
+    """Let the head compute its loss in float64, and each output layer by the definition, with the objective's loss."""
+    losses = (bound_of(module).coupled for stage in trainer.stages for module in stage.modules())
+    coupled = next((loss for loss in losses if loss is not None), None)
+    assert model.head is not None
+    bind(model.head, run=in_float64(model.head.compute))
+    for module in model.modules():
+        if type(module) is Output:  # and no kind of it that somebody wrote, whose loss is its own
+            module.__class__ = ExactOutput
+            bind(module, coupled=None if coupled is None else on_cpu(coupled))
+
+
+class ExactOutput(Output):
+    """An output layer whose loss is that of its definition."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
+        logits = super().forward(x)
+        if targets is None:
+            return logits
+        logits = logits[..., : self.vocab_size].flatten(0, -2)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+        if self.bound.coupled is None:
+            assert not isinstance(loss_weights, Coupled)
+            return weighted(losses, loss_weights).mean()
+        about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
+        made = self.bound.coupled(losses, about)
+        assert not isinstance(made, Tensor)  # which is what evaluation gets
+        value, weights = made
+        if value.requires_grad:  # the gradient of the loss itself, which the weights should have
+            return value
+        mean = (losses * weights).mean()
+        return mean + (value - mean).detach()
+
+
+def on_cpu(coupled: CoupledLoss) -> CoupledLoss:
+    """Return a copy of a loss whose tensors are its own: it may count what it is given."""
+    twin = copy.copy(coupled)
+    if twin is not coupled:  # as a function is
+        vars(twin).update({k: v.to("cpu", copy=True) for k, v in vars(twin).items() if isinstance(v, Tensor)})
+    return twin
+
+
+def in_float64(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same computation, with float64 wherever it asks for a narrower type."""
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        with _Float64():
+            return compute(*inputs, **named)
+
+    return run
+
+
+class _Float64(TorchFunctionMode):
+    """Gives float64 for a narrower type of floating-point numbers."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in CASTS:
+            return args[0].double()
+        return function(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROWER else value
 
 
 @torch.no_grad()

@@ -125,8 +125,7 @@ def far_from_float64(trainer: Trainer, file: Path, kept: Mapping[str, Tensor]) -
 def _beside_float64(own: Trace, exact: Trace, kept: Mapping[str, Tensor]) -> Iterator[tuple[Key, Tensor, Tensor]]:
     """Yield (key, value, value in float64) of what both have, in the order of the computation."""
     for key in own.keys:
-        partial = key.kind == "gradient" and key.name in own.fused and key.name not in exact.fused
-        if key in exact.keys and not partial:
+        if key in exact.keys and not (key.kind == "gradient" and _is_partial(own, exact, key)):
             value, right = own[key], exact[key]
             if value.is_floating_point():
                 rows = len(right) if right.dim() > 1 and len(right) < len(value) else None
@@ -134,6 +133,14 @@ def _beside_float64(own: Trace, exact: Trace, kept: Mapping[str, Tensor]) -> Ite
     for key in exact.keys:
         if key.kind == "parameter":
             yield key, kept[f"first gradient/{key.name}"], exact[key]
+
+
+def _is_partial(own: Trace, exact: Trace, key: Key) -> bool:
+    """Return whether a gradient is of less in one of the two than in the other: of what autograd does not show, or of
+    the first sample alone where it is the sum over samples, as that of positions is."""
+    if key.name in own.fused and key.name not in exact.fused:
+        return True
+    return own.samples != exact.samples and own.rows_of_a_sample(key) != exact.rows_of_a_sample(key)
 
 
 def eps_of(trainer: Trainer) -> float:

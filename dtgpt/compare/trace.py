@@ -94,6 +94,10 @@ class Recorder:
                 some = some[: max(1, ELEMENTS * len(some) // max(1, some.numel()))]
             self.tensors[key] = some.to("cpu", copy=True).contiguous()
 
+    def drop_scalars(self, *kinds: str) -> None:
+        """Forget the tensors of these kinds that have no dimension, such as losses."""
+        self.tensors = {key: value for key, value in self.tensors.items() if value.dim() or key.kind not in kinds}
+
     def _begin(self, stage: str, module: nn.Module, inputs: Any) -> None:
         done = self._passes.get(stage, 0)
         self._passes[stage] = done + 1

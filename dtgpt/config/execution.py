@@ -1,4 +1,10 @@
-"""What a model is built and run with: the choices of a recipe for this machine, resolved once."""
+"""What a model is built and run with: the choices of a recipe for this machine, resolved once.
+
+A recipe says `auto` for what depends on the device, the plan or what is installed. If each user of such a value decided
+for itself, a plan on a laptop and the run on a GPU could decide differently. So `Recipe.settings` decides once, and
+whatever is built takes `Settings`; few functions see a recipe. `dtgpt plan` gets the same `Settings`, for a machine
+that need not exist.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

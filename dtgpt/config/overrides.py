@@ -1,5 +1,8 @@
 """Command-line options as values of a config's fields: `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`.
 
+A parser such as argparse would want each option written down a second time, and would say other sentences than those
+about a value in a recipe file.
+
 A config is a dataclass, and its options have the names of its fields, with dots for those of sections; nothing else
 says which options there are. First words are read (`read_words`), and all that is wrong with them is told at once. Then
 configs take the values that are theirs (`take`), so that one command line may be for several. Bounds are checked by

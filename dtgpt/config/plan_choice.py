@@ -1,12 +1,16 @@
 """Plans by name, and what a run makes of one.
 
+A plan is a word because people type it, compare it, and find it in records and checkpoints. With an option for each
+degree, a run would have many options in place of a name.
+
 Each part of a name says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes
 that were started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline
 parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages
 per rank), `zbv`. `single` is one process. A recipe may define more plans under names of its own.
 
 The number of processes must be one that the plan fits. A name with alternatives, `tp8 | tp4`, or `auto`, leaves a
-choice to a capability (`dtgpt.planning`), so that a run goes on with the processes that are there."""
+choice to a capability (`dtgpt.planning`), so that a run goes on with the processes that are there.
+"""
 
 import difflib
 import re

@@ -12,6 +12,7 @@ values exclude each other is in tables (`dtgpt.config.recipe_rules`), which `val
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, parse_alternatives, resolve
 from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
-from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup
+from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup, schedules
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
@@ -220,14 +221,15 @@ class Recipe:
         if self.counts_samples:
             end = own.decay_samples or self.train_samples or 0
         warmup = own.warmup if own.warmup_samples is None else own.warmup_samples
-        return Schedule(
+        kind = schedules()[own.schedule]
+        return kind(
             shape=own.schedule,
             lr=own.lr,
             min_lr=own.min_lr,
-            wsd_decay=own.wsd_decay,
             warmup=round(warmup * end) if warmup < 1 else round(warmup),
             end=end,
             counts_samples=self.counts_samples,
+            **{name.rpartition(".")[2]: attrgetter(name)(self) for name in kind.options},
         )
 
     @property
@@ -357,6 +359,7 @@ class Recipe:
     def validate(self) -> None:
         """Raise UserError, one sentence, for the first value, or combination of values, that cannot be trained with."""
         check_fields(self)
+        check_rules(self.schedule.rules, self.schedule)
         self.model.validate()
         cores = inventory(self.model).kinds_of_cores()
         kinds = sorted({(core.softcap, core.sinks) for core in cores})

@@ -7,6 +7,7 @@ and yet not what a user may expect. `Recipe` asks the tables; a plan checks by i
 """
 
 from dtgpt.config.plan_choice import AUTO
+from dtgpt.config.schedule import schedules
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import duration, parameters
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
@@ -96,22 +97,14 @@ RULES: Rules = (
         Is("optimizer.warmup_samples", "==", None),
         Given("counts_samples"),
     ),
-    # The learning rate has no jumps. A constant one has no end.
+    # The learning rate has no jumps. A constant one has no end. Each schedule has its own rules beside these.
     Rule(
         "the warmup of {schedule.warmup} {schedule.unit} is not shorter than the schedule, which ends at "
         "{schedule.end} (optimizer.decay_{schedule.unit}), so the learning rate would jump; warm up for fewer than "
         "{schedule.end}, or raise decay_{schedule.unit}",
-        Is("optimizer.schedule", "!=", "constant"),
+        Given("schedule.decays"),
         Is("schedule.warmup", ">=", Other("schedule.end")),
         Missing("schedule_ends_with_run"),
-    ),
-    Rule(
-        "the warmup of {schedule.warmup} {schedule.unit} ends inside the decay of wsd, which begins at "
-        "{schedule.decay_begin:g} of {schedule.end} (optimizer.wsd_decay={optimizer.wsd_decay}), so the learning rate "
-        "would jump; warm up for {schedule.longest_warmup} or fewer, or lower optimizer.wsd_decay",
-        Is("optimizer.schedule", "==", "wsd"),
-        Is("schedule.warmup", ">", Other("schedule.decay_begin")),
-        Is("schedule.warmup", "<", Other("schedule.end")),
     ),
 )
 
@@ -154,10 +147,13 @@ NOTES: Rules = (
         "reaches optimizer.lr={optimizer.lr:g}",
         Is("schedule.warmup", ">", Other("length")),
     ),
-    Rule(
-        "{field}={value} has no effect with optimizer.schedule={optimizer.schedule}",
-        Changed("optimizer.wsd_decay"),
-        Is("optimizer.schedule", "!=", "wsd"),
+    *(
+        Rule(
+            "{field}={value} has no effect with optimizer.schedule={optimizer.schedule}",
+            Changed(*schedule.options),
+            Is("optimizer.schedule", "!=", name),
+        )
+        for name, schedule in schedules().items()
     ),
     Rule(
         "{field}={value} has no effect with precision={precision}: only fp16 has one",

@@ -14,11 +14,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, ForwardRef, Literal, NamedTuple
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules
 
 
 class Ramp(NamedTuple):
@@ -111,14 +113,37 @@ def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int
             ) from None
 
 
+def tenth_of_lr(schedule: "Schedule") -> str:
+    """Return the usual `min_lr`, as it is written."""
+    return f"{schedule.lr / 10:.3g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Linear warmup to `lr`, then a decay to `min_lr`; `warmup` and `end` are numbers of steps, or of samples."""
+    """Linear warmup to `lr`, then a decay to `min_lr`; `warmup` and `end` are numbers of steps, or of samples. A class
+    for each schedule says what is its own, all of it: `fraction`, and the following.
 
-    shape: str  # cosine (Loshchilov and Hutter 2017), linear, constant, wsd (warmup, stable, decay: Hu et al. 2024)
+    decays: whether the rate ends at `min_lr`.
+    options: names of options, as in a recipe, that have an effect with this schedule alone; each has a field here, by
+    the last part of its name.
+    rules: tables of what the values cannot be, by the names of the fields.
+    """
+
+    decays: ClassVar[bool] = True
+    options: ClassVar[tuple[str, ...]] = ()
+    rules: ClassVar[Rules] = (
+        Rule(
+            "optimizer.min_lr={min_lr} is above optimizer.lr={lr}; give a lower --optimizer.min_lr, such as {remedy} "
+            "(a tenth of lr is usual), or a higher lr",
+            Is("min_lr", ">", Other("lr")),
+            Given("decays"),
+            remedy=tenth_of_lr,
+        ),
+    )
+
+    shape: str  # its name
     lr: float
     min_lr: float
-    wsd_decay: float  # fraction of the schedule over which wsd decays
     warmup: int
     end: int
     counts_samples: bool
@@ -127,31 +152,22 @@ class Schedule:
     def unit(self) -> str:
         return "samples" if self.counts_samples else "steps"
 
-    @property
-    def decay_begin(self) -> float:
-        """Where the decay of wsd begins."""
-        return self.end - self.wsd_decay * self.end
+    def fraction(self, before: int) -> float:
+        """Return the rate after the warmup, 1 for `lr` and 0 or less for `min_lr`, by the steps, or samples, done."""
+        raise NotImplementedError
 
-    @property
-    def longest_warmup(self) -> int:
-        """The longest warmup that ends before the decay of wsd."""
-        return math.floor(self.decay_begin)
+    def done(self, before: int) -> float:
+        """Return how much of the decay is done: 0 at the end of the warmup, 1 from the end of the schedule on."""
+        return min((before - self.warmup) / max(self.end - self.warmup, 1), 1.0)
 
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""
         if before < self.warmup:  # by what is done after the step, so that the first one learns, too
             return self.lr * min(after / self.warmup, 1.0)
-        # Beyond the end, in a run that is longer than its schedule, the rate stays min_lr.
-        done = min((before - self.warmup) / max(self.end - self.warmup, 1), 1.0)
-        if self.shape == "cosine":
-            fraction = 0.5 * (1 + math.cos(math.pi * done))
-        elif self.shape == "linear":
-            fraction = 1 - done
-        elif self.shape == "wsd":
-            fraction = min(1.0, (self.end - before) / max(self.wsd_decay * self.end, 1))
-        else:
+        if not self.decays:
             return self.lr
-        return self.min_lr + max(fraction, 0.0) * (self.lr - self.min_lr)
+        # Beyond the end, in a run that is longer than its schedule, the rate stays min_lr.
+        return self.min_lr + max(self.fraction(before), 0.0) * (self.lr - self.min_lr)
 
     def rates(self, steps: int, sizes: BatchSizes) -> list[float]:
         """Return the rate of every step of a run whose steps have these batch `sizes`."""
@@ -162,3 +178,73 @@ class Schedule:
         """Return the record that a checkpoint keeps."""
         ends = {"warmup_steps": self.warmup, "decay_steps": self.end}
         return {"shape": self.shape, "unit": self.unit, "lr": self.lr, "min_lr": self.min_lr, **ends}
+
+
+class Cosine(Schedule):
+    """Half a period of a cosine (Loshchilov and Hutter 2017)."""
+
+    def fraction(self, before: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * self.done(before)))
+
+
+class Linear(Schedule):
+    """A straight line to the end."""
+
+    def fraction(self, before: int) -> float:
+        return 1 - self.done(before)
+
+
+class Constant(Schedule):
+    """No decay, and so no end."""
+
+    decays = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wsd(Schedule):
+    """Warmup, stable, decay (Hu et al. 2024): `lr` up to a final fraction of the schedule, then a straight line."""
+
+    options = ("optimizer.wsd_decay",)
+    rules = (
+        *Schedule.rules,
+        Rule(
+            "the warmup of {warmup} {unit} ends inside the decay of wsd, which begins at {decay_begin:g} of {end} "
+            "(optimizer.wsd_decay={wsd_decay}), so the learning rate would jump; warm up for {longest_warmup} or "
+            "fewer, or lower optimizer.wsd_decay",
+            Is("warmup", ">", Other("decay_begin")),
+            Is("warmup", "<", Other("end")),
+        ),
+    )
+
+    wsd_decay: float  # fraction of the schedule over which it decays
+
+    @property
+    def decay_begin(self) -> float:
+        return self.end - self.wsd_decay * self.end
+
+    @property
+    def longest_warmup(self) -> int:
+        """The longest warmup that ends before the decay."""
+        return math.floor(self.decay_begin)
+
+    def fraction(self, before: int) -> float:
+        return min(1.0, (self.end - before) / max(self.wsd_decay * self.end, 1))
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"cosine": Cosine, "linear": Linear, "constant": Constant, "wsd": Wsd}
+
+
+def schedules() -> dict[str, type[Schedule]]:
+    """Return the classes of the schedules by name: these, and those of capabilities."""
+    return SCHEDULES | {name: seams.load(part) for name, part in seams.added("schedules").items()}
+
+
+def choice_of_schedule() -> Any:
+    """Return the type of a recipe's choice among the schedules."""
+    return Literal[tuple(schedules())]
+
+
+if TYPE_CHECKING:  # type checkers do not see what capabilities add
+    ScheduleName = str
+else:  # evaluated where a recipe is checked, and not here: modules that describe capabilities import `config.sections`
+    ScheduleName = ForwardRef("choice_of_schedule()", module=__name__)

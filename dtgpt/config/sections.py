@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 
+from dtgpt.config.schedule import ScheduleName
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
@@ -180,11 +181,6 @@ class DataConfig:
     held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
 
 
-def tenth_of_lr(config: "OptimizerConfig") -> str:
-    """Return the usual `min_lr`, as it is written."""
-    return f"{config.lr / 10:.3g}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
@@ -202,19 +198,12 @@ class OptimizerConfig:
             Given("decay_steps"),
             Given("decay_samples"),
         ),
-        Rule(
-            "optimizer.min_lr={min_lr} is above optimizer.lr={lr}; give a lower --optimizer.min_lr, such as {remedy} "
-            "(a tenth of lr is usual), or a higher lr",
-            Is("min_lr", ">", Other("lr")),
-            Is("schedule", "!=", "constant"),
-            remedy=tenth_of_lr,
-        ),
     )
 
     kind: Annotated[str, "optimizer", Pattern("adamw", "is another optimizer; use adamw")] = "adamw"
     lr: Annotated[float, "peak learning rate", POSITIVE]
     min_lr: Annotated[float, "learning rate at the end of the schedule", Bounds(0)] = 0.0
-    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
+    schedule: Annotated[ScheduleName, "learning rate after the warmup"] = "cosine"
     warmup: Annotated[float, "number of warmup steps; below 1: a fraction of the schedule", Bounds(0)] = 0.01
     decay_steps: Annotated[int | None, "step at which the schedule reaches min_lr; none: the last", Bounds(1)] = None
     decay_samples: Annotated[

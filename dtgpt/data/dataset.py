@@ -246,7 +246,7 @@ def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_s
 
 
 def perplexity(nats: float) -> float:
-    """Return e to the power of a loss, at most e^20, as Megatron-LM shows it."""
+    """Return e to the power of a loss, at most e^20, the limit of Megatron-LM."""
     return math.exp(min(nats, 20.0))
 
 

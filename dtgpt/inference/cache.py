@@ -1,6 +1,10 @@
 """What the device keeps of the sequences that are generated, by slot, so that a step needs no more than the slots it is
 for: keys and values of each attention core, and the state of each sequence.
 
+A slot is in one piece; there are no pages. Thus a sequence's positions are one range of memory, and the shapes of a
+decode step never change, so that it can be captured as a CUDA graph. The price is memory for positions that a sequence
+does not reach.
+
 Keys and values have a place for every position of the model, or, of an attention core with a window, for the newest
 positions alone that the window covers. The last slot is scratch: rows that pad a step write there. Models do not know
 of the cache: `attach` binds it to their attention cores.

@@ -1,5 +1,8 @@
 """What a prompt may be continued with: every option of `Model.generate` and `dtgpt generate`, by name.
 
+One class has all of them, made of the core's and the capabilities' when this file is imported. Whoever takes an option
+by name looks it up here, so that a wrong name, also one of another library, gets the same sentence everywhere.
+
 They are those of `BaseOptions`, and what capabilities add to them.
 """
 

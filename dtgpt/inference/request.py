@@ -1,5 +1,8 @@
 """What is asked of the engine, and what it answers: a prompt with its options, events of its sequences, results.
 
+These types stand apart from the engine, since the scheduler, the server and whoever asks need them and nothing else of
+it.
+
 A `PromptJob` is all that is known of a prompt from the call of a user to the end of its last sequence. The engine
 answers with a `SequenceUpdate` for each of its sequences that got new tokens, the last with a `Completion` of each.
 """

@@ -1,5 +1,7 @@
 """Which request gets which slot, and what the next round computes. Plain Python: no tensor, no clock.
 
+It has neither so that its decisions can be tested without a model, and are the same in every run.
+
 A request waits until it has a slot for each of its choices: those of a client in order of arrival, and next the client
 for which the fewest tokens were read and generated (the virtual token counter of Sheng et al., 2024). Its prompt is
 prefilled once, in chunks that are cut at fixed positions; then its choices run, one row of a decode step each, until

@@ -1,9 +1,17 @@
 """The shape of a decoder-only transformer, what follows from it (parameters, FLOPs, dropout sites), and its class by
 the name in a checkpoint's state.json.
 
+What code asks of a model it asks of the config, which needs no memory, no ranks and no modules: a plan is refused,
+memory is predicted and a checkpoint is checked before a model is built. A formula for each architecture would be the
+obvious way to count parameters and FLOPs, and would have to be kept equal to the modules; here `inventory` counts what
+the modules have. The config makes these modules, too (`make_block`), so that an architecture is a class, and no branch
+anywhere. The vocabulary is padded to a multiple that no plan changes: shapes that depend on tp would have to be
+converted when the plan changes.
+
 The core's architectures are here; capabilities add others. A family is imported where a recipe or a checkpoint has a
 model of it. A checkpoint names a class that is not dtgpt's, and the recipe file that brought it. Nothing executes that
-file by itself: whoever opens the checkpoint gives the class, by a recipe."""
+file by itself: whoever opens the checkpoint gives the class, by a recipe.
+"""
 
 import math
 import shlex

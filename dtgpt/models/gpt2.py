@@ -1,5 +1,11 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
+This file is to be read beside the paper, and copied for a model of one's own: it names no plan and no kernel. It
+differs from the textbook in two places. Queries, keys and values lie by heads, `[N, 3, D]`, and not one after the
+other, so that a cut between heads is one range of rows. And each residual sum is made by the norm behind it, since an
+activation is then read and written once between two matrices. `ROLES` is what parallel code reads in place of the names
+of modules.
+
 Learned positions, pre-LayerNorm, tanh-GELU, biases, tied embeddings, dropout at GPT-2's three sites (embeddings,
 attention probabilities, the end of each residual branch). GPT-3 (Brown et al. 2020) with dense attention has the same
 modules.

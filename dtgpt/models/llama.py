@@ -2,6 +2,11 @@
 Mistral (Jiang et al. 2023) with its window, Phi-3 (Abdin et al. 2024), Qwen2.5 (Yang et al. 2024) with biases of q, k
 and v, and dense Qwen3 (Yang et al. 2025), which normalises the heads of q and k.
 
+One file has all of these, since they differ in numbers, biases and two norms, and a copy for each would be the same
+lines; families with other modules are capabilities (`models/families`). The rows of matrices are in an order that
+allows a cut: those of queries stand beside their keys and values, and each gate beside its factor, so that a
+tensor-parallel rank has one range of rows and all that is computed from it.
+
 Rotary positions, pre-RMSNorm, SwiGLU, grouped queries; dropout, where wanted, at GPT-2's three sites.
 
 Shapes: B samples, T positions, H hidden size, N heads of size D, G heads of keys and values, R = N / G, F width of the
@@ -63,10 +68,10 @@ class LlamaConfig(RotaryConfig):
     roles: ClassVar[Roles] = ROLES
 
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 128256
-    qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm, as Qwen3 does"] = False
+    qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm (Qwen3)"] = False
     attention_bias: Annotated[
         Biases,
-        "biases of attention: of queries, keys and values as Qwen2.5, or its output's, too",
+        "biases of attention: of queries, keys and values (Qwen2.5), or its output's, too",
     ] = "none"
 
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":

@@ -1,5 +1,9 @@
 """What a module is to the rest of dtgpt.
 
+The obvious other way is to name modules where they matter: in the plan, in ZeRO, in planning, in converters. A new
+architecture would then change all of these. A role says what a module computes, and not what a plan does with it, so
+that a new dimension of plans changes no model.
+
 An architecture (`dtgpt.models.gpt2`) lists the role of each of its modules by name pattern. Tensor parallelism, memory,
 messages and FLOPs follow from roles and shapes; code for any architecture names no module.
 """

@@ -1,5 +1,8 @@
 """Weights of a whole model on disk, whatever wrote them, read tensor by tensor.
 
+A dict of tensors, as `torch.load` returns it, would be simpler, and larger than the memory of a rank that needs a part
+of it: so a rank asks for the parameters, and the ranges of them, that it holds.
+
 Every format is a `Source`; whatever takes weights (training, inference, export to another format) takes a source. Names
 and shapes are those of `unique_parameters`: matrices `[out, in]`, the fused QKV as its architecture stores it, the
 token table padded to `config.padded_vocab_size` rows.

@@ -1,6 +1,9 @@
 """Rotary positions (Su et al. 2021, RoFormer, section 3.2): from a packed QKV projection to q, k and v whose products
 depend on the distance of their positions, with norms of heads where a model has them.
 
+All of it is one operation, from the packed projection on, so that a kernel reads and writes each head once; a split,
+norms and rotations one after the other would each be a pass over the heads.
+
 The angles are a table of cosines and sines, one for each device, with scalings for longer contexts; the frequencies are
 those of Hugging Face's transformers. They are computed in fp32 and stay so, whatever the dtype of a model: bf16 cannot
 tell large positions apart.

@@ -1,5 +1,9 @@
 """Operations, and what serves them.
 
+PyTorch's dispatcher chooses by the device of a tensor. Here its type, shapes and other arguments decide, too, each
+kernel can say in words why it does not serve (docs/kernels.md), and a kernel's module is not imported before it could
+serve.
+
 An operation of `dtgpt/ops/` is defined once, in plain PyTorch: the definition is what its results mean, and what tests
 hold kernels against. A kernel may serve in its place where it is faster and equal up to rounding. The core knows none:
 capabilities name them at the seam `kernels`, by the operation, and their modules are imported when an operation first

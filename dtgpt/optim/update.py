@@ -1,5 +1,11 @@
 """From gradients to new weights: learning rate, clipping, the optimizer's rule, and the states that a step keeps for
-the next one. A checkpoint has an entry for each, which is checked also where a run has no such state."""
+the next one. A checkpoint has an entry for each, which is checked also where a run has no such state.
+
+A rule (`ops/optim`) changes the shards of weights and knows nothing of a run. What a run does around it is the same for
+every rule and stands here, as arithmetic on the device: an `if` on the norm or on a flag of overflow would let the host
+wait in each step, and could not be captured as a CUDA graph. So the rule is launched in a skipped step, too, and
+changes nothing there.
+"""
 
 from collections.abc import Sequence
 from functools import reduce

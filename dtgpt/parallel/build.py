@@ -1,6 +1,10 @@
 """From the plain model to what this rank holds of it: model on meta -> cut into stages -> BUILD -> memory -> initial
 weights.
 
+Memory comes last but for the values, since the whole model may be larger than the device. BUILD is a list, and no
+sequence of conditions, because the order is what goes wrong: each deed relies on those before it, and a capability can
+say behind which its own belongs.
+
 BUILD lists what is done to a stage, in an order that matters:
 
 * tensor parallelism first: all that follows sees the modules that a rank computes with, and ZeRO cuts what is left.

@@ -1,5 +1,9 @@
 """How tensors travel between the ranks of a plan: by torch.distributed, or by a faster way that serves what it defines.
 
+PyTorch's collectives gather and scatter along the first dimension, while sequence parallelism cuts the second, so that
+`gather` and `sum` take a dimension. A sum of 16-bit gradients that goes from rank to rank is rounded at each;
+`NarrowSum` rounds once.
+
 A capability may know such a way between GPUs of one host, a `Transport`. It is asked before the first step, by all
 ranks of a mesh together, and answers None on all of them where one cannot use it. All ranks of a group make the same
 calls in the same order.

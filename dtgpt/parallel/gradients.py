@@ -1,5 +1,8 @@
 """What sums gradients over micro-batches and replicas: one kind for a run, chosen from its settings.
 
+`DistributedDataParallel` would wrap the model, cut its buckets by size, and know neither fp32 sums of 16-bit
+micro-batches nor ZeRO. `Sums` is chosen once, so that no part of a step asks which of these a run has.
+
 A training step fills the sums and takes the gradients from them. What a kind takes and sends follows from settings
 and shapes alone: `costs` names the class that says so for `dtgpt plan`.
 

@@ -1,6 +1,10 @@
 """The processes of a run as a mesh: where each stands in the plan, the groups that they make, and what all ranks decide
 together.
 
+torch's `DeviceMesh` has the groups. It needs processes, though, and planning has none: so coordinates are arithmetic on
+a rank's number (`RankCoordinates`). And a decision that each rank takes by itself, to stop or to save, would let the
+others wait in a collective for ever: such decisions are methods of the mesh.
+
 Ranks are ordered (pp, dp, cp, tp) with tp fastest: those that exchange most are neighbours on one node. All ranks of a
 group make the same calls in the same order; who does not call leaves the others waiting.
 """

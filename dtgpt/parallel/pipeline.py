@@ -1,5 +1,9 @@
 """Pipeline parallelism through `torch.distributed.pipelining`: torch orders the passes, the stages here run them.
 
+Orders of passes such as zero bubble are long, and torch has them right; what it lacks is here. Its stages would keep a
+buffer for every micro-batch of a step, send messages to their own rank, and hold what they have handed over until the
+next step; `Stage` does not.
+
 Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al. 2021), ZBV (Qi et al. 2024). Stage
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """

@@ -1,5 +1,11 @@
 """Tensor and sequence parallelism: a table {module pattern: style} for `parallelize_module`.
 
+A model could have modules for tensor parallelism in it. Then it would have to be written for a plan; with a table, a
+plan says what it does to plain modules, by their roles, and a new architecture has tensor parallelism without a line.
+torch's styles are used where they fit. Ours sum a bias once, behind the sum over the ranks, and send activations by
+`Collectives`, for which there are faster kernels. Tensors between modules are local so that norms, kernels and dropout
+run as on one process.
+
 The cut is Megatron-LM's (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022): the first matrix of a
 pair by columns, the second by rows, the token table and the logits over the vocabulary. Between modules there are
 local tensors; inside a module of the table, weights and activations are DTensors.

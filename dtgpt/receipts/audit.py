@@ -10,7 +10,7 @@ from dtgpt.compare.compare import fitting_plan
 from dtgpt.receipts.check import Problem, Receipts, changed, problems_of
 from dtgpt.receipts.differences import NONE, Basis, Difference, basis_of, differences_of
 from dtgpt.receipts.recompute import own_class, recipe_of, start_processes
-from dtgpt.util.console import counted, say
+from dtgpt.util.console import counted, listed, say
 from dtgpt.util.errors import UserError
 
 # What a run may change where it goes on without other figures: how and where it computes, what it reports and keeps.
@@ -64,10 +64,10 @@ def report_of_files(receipts: Receipts, problems: list[Problem]) -> str:
         )
     if receipts.torn:
         lines.append("  the last line is half written, as a process leaves it that is killed; it does not count")
-    if kept:
-        lines.append(
-            f"  steps after {', '.join(map(str, kept[:-1] or kept))} can be computed again: dtgpt audit --step N"
-        )
+    before = [step for step in kept if steps and step in receipts.tables and step < steps[-1]]
+    if before:
+        numbered, saved = name_steps(before[0] + 1, steps[-1]), f"the checkpoint of step {listed(before)}"
+        lines.append(f"  {numbered} can be computed again, from {saved}: dtgpt audit {receipts.run} --step N")
     if problems:
         return "\n".join([*lines, *(f"WRONG: {problem.said}" for problem in problems)])
     checked = f"the chain, {counted(len(kept), 'checkpoint')}, metrics.jsonl and recipe.json say the same"
@@ -146,9 +146,12 @@ def check_one_recipe(receipts: Receipts, begin: int, last: int) -> None:
                 )
 
 
+def name_steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def report_of_steps(first: int, last: int, found: Difference | None, verdict: str, basis: Basis) -> str:
-    one = first == last
-    steps = f"step {first}" if one else f"steps {first} to {last}"
+    one, steps = first == last, name_steps(first, last)
     rests = "bits" if basis.exact else f"rounding alone can be told, since {'; '.join(basis.why)}"
     if found is not None:
         judged = {"bits": "the last bits", "rounding": "as little as rounding does", "fault": "more than rounding does"}

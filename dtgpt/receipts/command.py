@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
 from dtgpt.tools.results import check_output, write_results
 from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import Bounds, changed_fields
+from dtgpt.util.field_types import Bounds, Pattern, changed_fields
+
+RECORDED, RECORDED_BEFORE = "recorded", "as it was"  # the latter up to 0.3.0
+DEVICE = Pattern(f"{RECORDED}|cpu|cuda|{RECORDED_BEFORE}", "is not known; use recorded, cpu or cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class AuditOptions:
     step: Annotated[int | None, "first step to compute again; none: check the files alone", Bounds(1)] = None
     steps: Annotated[int, "number of steps to compute again", Bounds(1)] = 1
     plan: Annotated[str, "plan under which steps are computed again"] = "single"
-    device: Annotated[Literal["as it was", "cpu", "cuda"], "device for it"] = "as it was"
+    device: Annotated[str, "device for it: recorded, which is the kind of the run, cpu or cuda", DEVICE] = RECORDED
     recipe: RecipeFile = None
     json: Annotated[str | None, "file for the result as JSON"] = None
 
@@ -40,7 +43,7 @@ def work(run: Path, options: AuditOptions) -> int:
         check_output(output, "--json", "audit.json")
     from dtgpt.receipts.audit import audit
 
-    device = None if options.device == "as it was" else options.device
+    device = None if options.device in (RECORDED, RECORDED_BEFORE) else options.device
     recipe = None if options.recipe is None else Path(options.recipe)
     found = audit(run, options.step, options.steps, options.plan, device, recipe)
     if output is not None:

@@ -141,10 +141,6 @@ class Objective(ABC):
         """Return texts that the last step was about, by what they are called."""
         return {}
 
-    def addends(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return what the loss is the mean of, for autograd, from the losses of tokens `[B, T]`."""
-        return losses if batch.loss_weights is None else losses * batch.loss_weights
-
 
 class LanguageModel(Objective):
     """Predict the next token of each sample. A kind of it reads more than windows (`read`), and adds it to the batch

@@ -1,6 +1,9 @@
 """What happens between the steps of a run is done by observers: the progress line, held-out losses, checkpoints, and
 what capabilities bring, such as generated texts.
 
+The loop would otherwise have a branch for each of them, and a rule of who comes before whom; it has one line for all,
+and knows none.
+
 The loop asks each after each step whether something is `due`, and lets those `act` that say so, on all ranks together
 and in the order of `Turn`. What a signal or a kill cuts short is not lost: the next start asks what is `left`. So an
 observer whose act takes long, or leaves something in the run folder, has a `title`.

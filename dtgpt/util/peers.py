@@ -1,7 +1,13 @@
 """Who this process is among those that torchrun started, how it finds the others, and what happens when one is lost.
 
+torchrun tells a process its place in environment variables, of which some may be missing or contradict the others:
+torch would then wait for processes that do not exist, until a timeout. So `Process` checks them as it reads them. A
+loop that asked at each place whether somebody watches would have a branch at each; `Watch` and `Peers` do nothing
+instead.
+
 By themselves, processes meet in torch's store, and notice a loss where a collective fails. The capability `liveness`
-gives `Watch` and `Peers` more to do."""
+gives `Watch` and `Peers` more to do.
+"""
 
 import os
 from collections.abc import Callable

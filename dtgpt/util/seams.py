@@ -1,5 +1,9 @@
 """The seams at which capabilities hang on the core.
 
+A capability could register itself where it is imported. But then it has to be imported, with all that it needs, to be
+known. A description names its parts as text, and a part is imported where a run needs it: a plain run loads a third of
+the modules (`python -m tests.support.core`).
+
 The core does not import a capability. `dtgpt/capabilities.py` lists the modules that describe one, each by a
 `Capability` named CAPABILITY; whoever imports `dtgpt` has them all. The core asks for what they add at a seam with
 `added` and `listed`, and works the same without any.
@@ -64,6 +68,7 @@ class Capability:
     public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
+    schedules: Mapping[str, str] = field(default_factory=dict)  # of learning rates: a `schedule.Schedule`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
     option_help: tuple[str, ...] = ()  # what `--help` says of options: `commands.option_help.text.describe`
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.

@@ -300,3 +300,29 @@ def test_a_current_folder_that_was_removed_is_named_before_torch_ends_the_proces
     done = run(["/bin/sh", "-c", script, "sh", sys.executable, *words], tmp_path, env=dict(os.environ))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "dtgpt: the current folder was removed; go to one that exists (cd), and start again\n"
+
+
+WITHOUT_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from dtgpt.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["plan", "--help"], ["generate", "model"]])
+def test_a_python_without_torch_is_told_in_one_sentence(tmp_path, words):
+    code = WITHOUT_TORCH.replace("MISSING", "'torch'")
+    done = run([sys.executable, "-c", code, *words], tmp_path, env=child_environment())
+    sentence = f"torch is not installed in {sys.executable}; install it: python -m pip install torch"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dtgpt: {sentence}\n")
+
+
+def test_another_module_that_is_missing_is_a_fault_with_a_traceback(tmp_path):
+    code = WITHOUT_TORCH.replace("MISSING", "'dtgpt.config.recipe'")
+    done = run([sys.executable, "-c", code, "train", "--help"], tmp_path, env=child_environment())
+    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'dtgpt.config.recipe'" in done.stderr

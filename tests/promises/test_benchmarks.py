@@ -84,13 +84,17 @@ def test_one_command_compares_plans(small, tmp_path, monkeypatch, capfd):
 def test_settings_take_turns_and_operators_are_listed(small, monkeypatch, capsys):
     import train_step
 
-    steps = ["--steps", "8", "--profile", "--against", "--micro_batch_size 4 --global_batch_size 4"]
+    other = "--micro_batch_size 4 --global_batch_size 4 --seed 7"
+    steps = ["--seed", "3", "--steps", "8", "--profile", "--against", other]
     monkeypatch.setattr(sys, "argv", ["train_step.py", *small, *steps])
     results = train_step.work("single", *train_step.parse())
-    assert [r["plan"] for r in results] == ["single", "single --micro_batch_size 4 --global_batch_size 4"]
+    assert [r["recipe"]["seed"] for r in results] == [3, 7]
+    printed = capsys.readouterr()
+    assert "given twice" not in printed.err  # the second setting replaces the first one's seed, as it should
+    assert [r["plan"] for r in results] == ["single", f"single {other}"]
     assert [r["batch"] for r in results] == [[1, 1, 2], [1, 1, 4]]
     assert all(len(r["rounds"]) == 8 // train_step.ROUND for r in results)
-    assert "aten::mm" in capsys.readouterr().out
+    assert "aten::mm" in printed.out
     assert "single" in train_step.table(results)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.config.schedule import Schedule
+from dtgpt.config.schedule import Cosine
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
 
 PAGE = (Path(__file__).parents[2] / "docs" / "known_runs.md").read_text()
@@ -29,8 +29,8 @@ def test_the_page_has_the_parameters(name, model):
 
 
 def test_the_schedules_have_the_rates_of_the_tutorials():
-    shape = {"shape": "cosine", "wsd_decay": 0.1, "counts_samples": False}
-    megatron = Schedule(lr=1.5e-4, min_lr=1e-5, warmup=3200, end=320_000, **shape)
-    llmc = Schedule(lr=6e-4, min_lr=0.0, warmup=700, end=18_865, **shape)
+    shape = {"shape": "cosine", "counts_samples": False}
+    megatron = Cosine(lr=1.5e-4, min_lr=1e-5, warmup=3200, end=320_000, **shape)
+    llmc = Cosine(lr=6e-4, min_lr=0.0, warmup=700, end=18_865, **shape)
     rates = [f"{one.rate(step - 1, step):.4e}" for step in (1, 100, 200) for one in (megatron, llmc)]
     assert rates == ["4.6875e-08", "8.5714e-07", "4.6875e-06", "8.5714e-05", "9.3750e-06", "1.7143e-04"]

@@ -17,6 +17,7 @@ from dtgpt.receipts.answers import FILE as ANSWERS
 from dtgpt.receipts.audit import audit, report_of_files
 from dtgpt.receipts.book import FILE, read_lines
 from dtgpt.receipts.check import Receipts
+from dtgpt.receipts.command import command
 from dtgpt.receipts.config import ReceiptsConfig
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
@@ -167,8 +168,33 @@ def recipe():
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 0 and "step 3, computed again, has the bits of its receipt" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([*words[:-1], "cpus"])
+    assert end.value.code == 2 and "is not known; use recorded, cpu or cuda" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"dtgpt recompute is internal to dtgpt audit"):
         recomputing.work(words)
+
+
+@pytest.mark.parametrize(("word", "device"), [("", None), ("recorded", None), ("as it was", None), ("cpu", "cpu")])
+def test_the_device_is_that_of_the_run_or_another(monkeypatch, word, device):
+    """Also by the words of 0.3.0, "as it was"."""
+    asked = []
+    monkeypatch.setattr(auditing, "audit", lambda *words: asked.append(words[4]) or {"status": 0})
+    command(["runs/a-001", "--step", "3", *(["--device", word] if word else [])])
+    assert asked == [device]
+
+
+def test_the_report_says_which_steps_can_be_computed_again(recipe, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(run_of(recipe), run)
+    kept = [step for step in range(2, 7) if (run / f"checkpoints/step_{step:08d}").exists()]
+    assert kept == [2, 4, 6]
+    line = "steps 3 to 6 can be computed again, from the checkpoint of step 2 or 4: dtgpt audit"
+    assert f"  {line} {run} --step N\n" in report_of_files(Receipts(run), [])
+    shutil.rmtree(run / "checkpoints/step_00000002")
+    assert "  steps 5 to 6 can be computed again, from the checkpoint of step 4:" in report_of_files(Receipts(run), [])
+    shutil.rmtree(run / "checkpoints/step_00000004")
+    assert "can be computed again" not in report_of_files(Receipts(run), [])
 
 
 def test_bad_input_is_one_sentence(recipe, tmp_path):

@@ -1,5 +1,9 @@
 """Attention of new tokens over keys and values that a cache keeps by slot: one sequence each, position by position.
 
+It is an operation of its own, and no call of `core.py`: each row has another length, and a kernel reads keys and values
+where they lie. The attention of a batch would want them gathered, which copies the cache in each step; the definition
+here does so.
+
 A slot holds P positions. Memory behind a sequence's last position is not initialised, or is that of an earlier sequence
 of the slot: it may hold NaN, which never reaches a result. With a window W, a slot of a longer sequence has W positions
 and is a ring: position p is at p % W, where it replaces the one that has left the window. Which order they have in

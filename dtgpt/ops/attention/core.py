@@ -1,5 +1,10 @@
 """Causal scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with dropout on the probabilities by index.
 
+The choice is made here, so that no model names a kernel, and all kernels are held against one definition. PyTorch's
+attention alone would not do: its dropout masks come from a generator's state, and so would depend on the plan; it knows
+neither sinks nor bounded scores; and on a GPU its gradients differ from run to run. What decides (`Case`) is the same
+under every plan, or the plan would change the bits.
+
 Back ends: `explicit`, the definition, computes all probabilities with a softmax in fp32; `sdpa` is PyTorch's own, whose
 masks depend on a generator's state, so that it is used only without dropout. Kernels (`dtgpt.ops.kernels`) have names
 of back ends, too: `flash` computes the probabilities tile by tile and saves none of them; `fused_softmax` runs one

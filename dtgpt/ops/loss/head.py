@@ -1,5 +1,9 @@
 """The output projection and the cross-entropy of its logits in one op, which makes both gradients in its forward pass.
 
+Autograd would keep the logits from forward to backward: 1.6 GB in 16 bits for 16 samples of 1,024 tokens and GPT-2's
+vocabulary, and as much again for their gradient. The gradient of a loss follows from its logits alone, so that nothing
+has to wait for backward.
+
 Logits exist for one chunk of rows at a time, in the dtype of the activations, and are replaced in place by their own
 gradient; two matrix products then make the chunk's part of the gradients. Backward recomputes nothing. The fusion is
 that of Liger Kernel's linear cross-entropy (Hsu et al. 2024), vocabulary parallelism that of Megatron-LM (Shoeybi et

@@ -1,5 +1,9 @@
 """AdamW over fp32 master weights (Loshchilov and Hutter 2019), with gradient scaling and casts fused in.
 
+PyTorch's AdamW takes gradients in the type of the weights that it updates. With fp32 masters and 16-bit modules this
+needs a pass that widens gradients before it and one that rounds weights after it, and an update does nothing but read
+and write memory.
+
 A step reads the gradients once, in the dtype that autograd gave them (bf16, fp16 or fp32): it scales them (clipping and
 the inverse of the loss scale), updates master weights and moments in fp32, and rounds the weights that the model
 computes with. Where a flag on the device says so it changes nothing. It never waits for the device, and a CUDA graph

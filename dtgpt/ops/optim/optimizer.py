@@ -1,5 +1,10 @@
 """The protocol of optimizers, and the lists of gradients that they get.
 
+It is not `torch.optim.Optimizer`, which makes its state in the first step, keeps it by parameter, and takes gradients
+from parameters. Here state is there before the first step, by name and with the shape of the shard, since checkpoints
+cut it anew for another plan; and gradients, learning rate, factor and the flag to skip are tensors on the device, since
+a step that is captured as a CUDA graph takes other values in each replay.
+
 What training, checkpoints and planning know of the rule that changes the weights is `Optimizer`. A rule is a config
 class, derived from `dtgpt.config.sections.OptimizerConfig`, and the class that its `make` returns; docs/seams.md
 explains how to add one.

@@ -1,5 +1,8 @@
 """Dropout (Srivastava et al. 2014) whose mask is a pure function of (key, global element index).
 
+PyTorch's dropout draws from a generator's state, so that a mask depends on what was drawn before it: on the plan, on
+the micro-batch size and on what is computed again in backward.
+
 Inductor fuses the definition, which is plain torch. Philox runs once for every eight neighbours of the last dimension
 (each of its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads
 1/16 of the bytes of a bf16 activation. Backward draws the mask again: nothing of the size of the activation is saved.

@@ -1,8 +1,12 @@
 """Functional randomness: every random number is a pure function of (key, global element index).
 
-There is no generator state. The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As
-Easy as 1, 2, 3", SC'11): it turns a 64-bit key and a 128-bit counter into four words of 32 bits. CUDA (cuRAND) and
-Triton have the same generator, so a fused kernel can draw the same words.
+There is no generator state. It would have to be kept apart or equal on the ranks, saved in checkpoints, and set back
+where backward computes something again; a function has none of that to go wrong. A rank draws its part of a tensor
+without drawing the rest.
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11): it
+turns a 64-bit key and a 128-bit counter into four words of 32 bits. CUDA (cuRAND) and Triton have the same generator,
+so a fused kernel can draw the same words.
 
 * A *key* is an int64 tensor `[..., 2]`, each entry a word of 32 bits; leading dimensions are a batch of keys.
 * A *part* selects elements of a global tensor: one `range` per dimension (an int `n` means `range(n)`).

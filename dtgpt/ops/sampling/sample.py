@@ -1,5 +1,8 @@
 """The next token of each sequence, as a function of its own logits, parameters and position alone.
 
+A draw such as `torch.multinomial` takes from a generator's state, so that a text would depend on which other sequences
+are in its batch.
+
 The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; logit bias;
 frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the likeliest id if temperature
 is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, min-p, and a draw by the Gumbel-max trick.

@@ -107,12 +107,6 @@ class PreferenceLoss:
             own = parts.unflatten(0, (-1, len(own))).sum(0)
         return own[0], own[1].clamp(min=1)
 
-    def of_batch(self, losses: Tensor, pairs: Pairs) -> Tensor:
-        """Return the losses of pairs `[B, P]`, without their weights, for autograd."""
-        assert pairs.reference is not None
-        log_probabilities, counts = self.sums(losses, pairs.answers)
-        return self.of_pairs(log_probabilities - pairs.reference, counts)[0]
-
     def of_pairs(self, relative: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and slopes `[B, P]` of answers `[B, 2 P]`, which have `counts` tokens."""
         values = relative / counts if self.kind == "ipo" else relative

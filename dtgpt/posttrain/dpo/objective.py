@@ -11,7 +11,7 @@ from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.models.batch import Batch
 from dtgpt.models.shared.coupled import set_loss
 from dtgpt.posttrain.chats.packed import PackedPart
-from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss, figures_of
+from dtgpt.posttrain.dpo.loss import PreferenceLoss, figures_of
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
 from dtgpt.posttrain.dpo.reference import read_reference, save_reference
 from dtgpt.train.objective import Given, HeldOut, Interrupted, LanguageModel, Parts, never
@@ -117,8 +117,3 @@ class Preferences(LanguageModel):
 
     def caution(self, figures: dict[str, float]) -> str | None:
         return self.loss.caution(figures)
-
-    def addends(self, losses: Tensor, batch: Batch) -> Tensor:
-        assert batch.loss_weights is not None and batch.by_token is not None
-        pairs = Pairs(batch.loss_weights, batch.by_token, batch.by_sample)
-        return self.loss.of_batch(losses, pairs) * batch.loss_weights
