@@ -23,8 +23,8 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind, bound_of
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, LossWeights, Output
+from dtgpt.models.shared.coupled import CoupledLoss, OutputLoss, coupled_of
 from dtgpt.ops.loss.cross_entropy import weighted
-from dtgpt.ops.loss.head import Coupled, CoupledLoss
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 
@@ -81,30 +81,29 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
 
 def compute_loss_exactly(model: Decoder, trainer: Trainer) -> None:
     """Let the head compute its loss in float64, and each output layer by the definition, with the objective's loss."""
-    losses = (bound_of(module).coupled for stage in trainer.stages for module in stage.modules())
-    coupled = next((loss for loss in losses if loss is not None), None)
+    losses = (bound_of(module).loss for stage in trainer.stages for module in stage.modules())
+    loss = next((loss for loss in losses if loss is not None), None)
     assert model.head is not None
     bind(model.head, run=in_float64(model.head.compute))
     for module in model.modules():
         if type(module) is Output:  # and no kind of it that somebody wrote, whose loss is its own
             module.__class__ = ExactOutput
-            bind(module, coupled=None if coupled is None else on_cpu(coupled))
+            bind(module, loss=OutputLoss(on_cpu(loss.coupled)) if isinstance(loss, OutputLoss) else loss)
 
 
 class ExactOutput(Output):
     """An output layer whose loss is that of its definition."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
-        logits = super().forward(x)
-        if targets is None:
-            return logits
-        logits = logits[..., : self.vocab_size].flatten(0, -2)
+        loss = self.bound.loss
+        if targets is None or not isinstance(loss, OutputLoss | None):  # another loss computes itself
+            return super().forward(x, targets, loss_weights)
+        logits = super().forward(x)[..., : self.vocab_size].flatten(0, -2)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
-        if self.bound.coupled is None:
-            assert not isinstance(loss_weights, Coupled)
+        if loss is None:
+            assert not isinstance(loss_weights, tuple)
             return weighted(losses, loss_weights).mean()
-        about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
-        made = self.bound.coupled(losses, about)
+        made = loss.coupled(losses, coupled_of(loss_weights))
         assert not isinstance(made, Tensor)  # which is what evaluation gets
         value, weights = made
         if value.requires_grad:  # the gradient of the loss itself, which the weights should have

@@ -17,6 +17,7 @@ from dtgpt.cli import main, run_recipe
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import recipe_module
+from dtgpt.util.shared.environment import child_environment
 from tests.support.programs import TORCHRUN, Program, run_program
 
 pytestmark = pytest.mark.slow(12)

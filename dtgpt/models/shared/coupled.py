@@ -5,7 +5,6 @@ value and these weights of them, and the head makes the gradients as for any mea
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,22 +60,33 @@ def coupled_loss(
     return InPlaceOf.apply(loss, value, None)
 
 
+class OutputLoss(NamedTuple):
+    """A `CoupledLoss` as an output layer computes it."""
+
+    coupled: CoupledLoss
+
+    def __call__(
+        self,
+        head: Output,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        given: LossWeights,
+    ) -> Tensor:
+        scale, about = head.bound.gradient_scale, coupled_of(given)
+        return coupled_loss(
+            x, weight, targets, head.vocab_size, about, self.coupled, scale=scale, bias=bias, cap=head.cap
+        )
+
+
+def coupled_of(given: LossWeights) -> Coupled:
+    """Return what a loss knows of the tokens, from what a head hands on to the output layer."""
+    return Coupled(*given) if isinstance(given, tuple) else Coupled(given)
+
+
 def set_loss(stages: Iterable[Decoder], coupled: CoupledLoss) -> None:
     """Let the output layer compute the loss by `coupled`, in place of the mean over tokens."""
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
-            bind(module, loss=partial(_loss_of, coupled))
-
-
-def _loss_of(
-    coupled: CoupledLoss,
-    head: Output,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    given: LossWeights,
-) -> Tensor:
-    about = Coupled(*given) if isinstance(given, tuple) else Coupled(given)
-    scale = head.bound.gradient_scale
-    return coupled_loss(x, weight, targets, head.vocab_size, about, coupled, scale=scale, bias=bias, cap=head.cap)
+            bind(module, loss=OutputLoss(coupled))
