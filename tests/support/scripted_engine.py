@@ -68,7 +68,7 @@ class ScriptedEngine(Engine):
                 break
             new.append(script[done + len(new)])
             before = script[done + len(new) - 2] if done + len(new) > 1 else job.ids[-1]
-            if job.ends_with(before, new[-1], done + len(new) - 1):
+            if job.options.ends_at(job.special, before, new[-1], done + len(new) - 1):
                 finish = "stop"
         if finish is None and done + len(new) == job.options.max_new_tokens:
             finish = "length"
