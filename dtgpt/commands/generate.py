@@ -10,19 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import (
-    Addend,
-    Device,
-    Exact,
-    MaxLength,
-    MergeFile,
-    PlanName,
-    Precision,
-    RecipeFile,
-    TokenizerName,
-    VocabFile,
-    open_as_asked,
-)
+from dtgpt.commands.model_options import Addend, OpenOptions, open_as_asked
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need, need_of
@@ -66,22 +54,13 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class Execution(OpenOptions):
     """How the model runs."""
 
-    plan: PlanName = None
-    device: Device = "auto"
-    precision: Precision = "auto"
-    exact: Exact = False
     adapter: Addend = None
-    recipe: RecipeFile = None
     slots: Annotated[
         int | None, f"texts at the same time; none: as many as needed, up to {MOST_SLOTS}", Bounds(1, MOST_SLOTS)
     ] = None
-    max_length: MaxLength = None
-    tokenizer: TokenizerName = None
-    vocab_file: VocabFile = None
-    merge_file: MergeFile = None
 
 
 SamplingWords: Any = sampling_words()
@@ -109,6 +88,7 @@ class GenerateOptions(Execution, SamplingWords, MoreOptions):  # fields are list
         **HEADINGS,
         "plan": "execution",
         "tokenizer": "tokenizer",
+        "adapter": "execution",
     }
 
 

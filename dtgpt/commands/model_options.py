@@ -4,6 +4,7 @@ Each is an annotation, and no call of a parser: a command has it as a field, wit
 the bounds and what it means are the same in all of them.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,32 +18,41 @@ from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.field_types import PATH, Bounds
 
-PlanName = Annotated[
-    str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
-]
-Device = Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"]
-Precision = Annotated[
-    Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
-]
-Exact = Annotated[
-    bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, tp2 at most; slower"
-]
-MaxLength = Annotated[
-    int | None,
-    "most tokens of a sequence with its prompt; fewer need less memory; none: the model's positions",
-    Bounds(1),
-]
 Addend = Annotated[
     str | None, "adapter (LoRA) to add to the weights: a run or checkpoint with adapters, or a folder of peft", PATH
 ]
 RecipeFile = Annotated[
     str | None, "recipe file of the run, where the class of its model is not dtgpt's; it is executed", PATH
 ]
-TokenizerName = Annotated[
-    str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
-]
 VocabFile = Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"]
 MergeFile = Annotated[str | None, "merges.txt, with --vocab-file"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a model is opened, and with which tokenizer."""
+
+    plan: Annotated[
+        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
+    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
+    ] = "auto"
+    exact: Annotated[
+        bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, tp2 at most; slower"
+    ] = False
+    recipe: RecipeFile = None
+    max_length: Annotated[
+        int | None,
+        "most tokens of a sequence with its prompt; fewer need less memory; none: the model's positions",
+        Bounds(1),
+    ] = None
+    tokenizer: Annotated[
+        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
+    ] = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
 
 
 def open_as_asked(path: Path, options: Any, plan: Plan | str | None = None) -> tuple[Source, Settings, Mesh, Tokenizer]:

@@ -9,18 +9,7 @@ from typing import Annotated, Any, ClassVar
 import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import (
-    Addend,
-    Device,
-    Exact,
-    MaxLength,
-    MergeFile,
-    Precision,
-    RecipeFile,
-    TokenizerName,
-    VocabFile,
-    open_as_asked,
-)
+from dtgpt.commands.model_options import Addend, OpenOptions, open_as_asked
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -41,7 +30,24 @@ from dtgpt.util.threads import Threads
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class Measurements:
+    """What is measured, and where results go."""
+
+    task: Annotated[tuple[str, ...], "lambada, wikitext103 or hellaswag; several are measured in turn"] = ()
+    data: Annotated[tuple[str, ...], "file of each task, in the order of the tasks"] = ()
+    strict: Annotated[bool, "lambada: predict the whole last word, not its last token alone"] = False
+    overlapping_eval: Annotated[
+        int | None, "wikitext103: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
+    ] = None
+    limit: Annotated[int | None, "measure only the first passages, windows or items; none: all", Bounds(1)] = None
+    output: Annotated[str, "file for the results as JSON, replaced when they are complete", PATH] = "eval.json"
+    batch_tokens: Annotated[
+        int | None, "tokens of a batch, padding included; none: as many as keep the device busy", Bounds(1)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(OpenOptions, Measurements):  # fields are listed from the last base on
     """Measure a model on tasks with known answers. MODEL is a run folder, whose newest checkpoint is used, or any model
     that `dtgpt convert` reads. Under torchrun, the processes share the work by a plan.
 
@@ -56,31 +62,13 @@ class EvalOptions:
         "task": "tasks and results",
         "plan": "execution",
         "tokenizer": "tokenizer",
+        "adapter": "execution",
     }
 
-    task: Annotated[tuple[str, ...], "lambada, wikitext103 or hellaswag; several are measured in turn"] = ()
-    data: Annotated[tuple[str, ...], "file of each task, in the order of the tasks"] = ()
-    strict: Annotated[bool, "lambada: predict the whole last word, not its last token alone"] = False
-    overlapping_eval: Annotated[
-        int | None, "wikitext103: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
-    ] = None
-    limit: Annotated[int | None, "measure only the first passages, windows or items; none: all", Bounds(1)] = None
-    output: Annotated[str, "file for the results as JSON, replaced when they are complete", PATH] = "eval.json"
-    batch_tokens: Annotated[
-        int | None, "tokens of a batch, padding included; none: as many as keep the device busy", Bounds(1)
-    ] = None
     plan: Annotated[
         str | None, "parallel plan, such as tp2_pp2; none: a replica in each process that torchrun started"
     ] = None
-    device: Device = "auto"
-    precision: Precision = "auto"
-    exact: Exact = False
     adapter: Addend = None
-    recipe: RecipeFile = None
-    max_length: MaxLength = None
-    tokenizer: TokenizerName = None
-    vocab_file: VocabFile = None
-    merge_file: MergeFile = None
 
 
 @memory_errors_as_user_errors("use smaller batches (--batch-tokens)")

@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.command import Command, wants_help
-from dtgpt.commands.model_options import (
-    Device,
-    Exact,
-    MaxLength,
-    MergeFile,
-    PlanName,
-    Precision,
-    RecipeFile,
-    TokenizerName,
-    VocabFile,
-)
+from dtgpt.commands.model_options import OpenOptions
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.util.errors import UserError, shown_name
@@ -34,7 +24,7 @@ NAMING_TASKS = ("--ta", "-t", "--co", "-C")  # --tasks and --config, which the h
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmEvalOptions:
+class LmEvalOptions(OpenOptions):
     """Evaluate a model with lm-evaluation-harness. MODEL is a run folder, whose newest checkpoint is used, or any model
     that `dtgpt convert` reads. Under torchrun, the processes share the model by a plan.
 
@@ -44,20 +34,11 @@ class LmEvalOptions:
     the device busy.
     """
 
-    plan: PlanName = None
-    device: Device = "auto"
-    precision: Precision = "auto"
-    exact: Exact = False
-    recipe: RecipeFile = None
     slots: Annotated[
         int | None,
         f"texts that are generated at the same time; none: as many as needed, up to {MOST_SLOTS}",
         Bounds(1, MOST_SLOTS),
     ] = None
-    max_length: MaxLength = None
-    tokenizer: TokenizerName = None
-    vocab_file: VocabFile = None
-    merge_file: MergeFile = None
 
 
 OWN = frozenset(field.name for field in fields(LmEvalOptions))

@@ -145,17 +145,10 @@ class Engine:
         )
         return number
 
-    def cancel(self, number: int, choice: int | None = None) -> None:
-        """End a choice of a job, or all of them; a search ends as a whole. The next step returns an update for each
-        choice that was not finished."""
-        active = self._active.get(number)
-        if active is None:
-            return
-        searches = active.job.options.search is not None
-        ended = self.scheduler.cancel(number, None if searches else choice)
-        self._ended += [active.end(one, "cancelled") for one in (active.live if searches else sorted(ended))]
-        if not active.live:
-            del self._active[number]
+    def cancel(self, number: int) -> None:
+        """End a job. The next step returns an update for each choice that was not finished."""
+        if number in self._active:
+            self._ended += self.end_all(self._active[number], "cancelled")
 
     def step(self) -> list[SequenceUpdate]:
         """Launch the next round, and return what the round before added."""
@@ -253,17 +246,17 @@ class Engine:
         longest = 0
         for start in starts:
             active = self._active[start.request]
-            asked, begun = active.job, list(zip(start.choices, start.slots, strict=True))
+            asked, (source, *others) = active.job, start.slots
             if asked.options.search is not None:
                 active.search = asked.options.search.begin(asked, start.slots)
-                begun = begun[:1]  # a search begins with one row
-            (choice, source), *others = begun
-            payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice)
+                others = []  # a search begins with one row
+            payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice=0)
             self.command(commands.begin, source, payload)
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
-            copies += [(source, slot, key_of(asked.options, asked.prompt_index, choice)) for choice, slot in others]
+            keys = [key_of(asked.options, asked.prompt_index, choice) for choice, _ in enumerate(others, 1)]
+            copies += [(source, slot, key) for slot, key in zip(others, keys, strict=True)]
             longest = max(longest, len(asked.ids) - 1)
         self._copy(copies, longest)
 

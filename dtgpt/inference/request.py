@@ -19,6 +19,7 @@ from dtgpt.ops.random.philox import fold_words
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Is, Missing, Other, Rule, Rules, check_rules
 
 NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite
 REMEDY = "dtgpt inspect names weights that are not finite: use an earlier checkpoint, or another --precision"
@@ -34,6 +35,29 @@ class NotFinite(UserError):
 
 
 NO_SPECIAL_IDS = SpecialIds()
+LENGTHS: Rules = (  # of options, for a prompt: `whole`: all positions that it needs; `left`: those that it leaves
+    Rule(
+        "{given} does not fit into the model's {positions} positions; use a shorter one",
+        Is("whole", ">", Other("positions")),
+        Is("max_new_tokens", "==", 0),
+    ),
+    Rule(
+        "{given} and max_new_tokens={max_new_tokens} need {whole} positions, but the model has {positions}; use "
+        "max_new_tokens={left} or less, or a shorter prompt",
+        Is("whole", ">", Other("positions")),
+        Is("left", ">", 0),
+    ),
+    Rule(
+        "{given} and max_new_tokens={max_new_tokens} need {whole} positions, but the model has {positions}; use a "
+        "shorter prompt",
+        Is("whole", ">", Other("positions")),
+    ),
+    Rule(
+        "max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt",
+        Is("max_new_tokens", "==", 0),
+        Missing("prompt_logprobs"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -57,27 +81,13 @@ class PromptJob:
         """The slots of the cache that it takes at once."""
         return self.choices if self.options.search is None else self.options.search.rows
 
-    @property
-    def stop_ids(self) -> list[int]:
-        """The ids that end a sequence whatever comes before them."""
-        return self.options.end_ids(self.special)
-
     def validate(self, vocab_size: int, positions: int, slots: int) -> None:
         """Raise UserError for a request that no engine of these sizes can serve."""
         check_prompt(self.ids, vocab_size)
         self.options.validate(vocab_size, positions)
-        new, whole = self.options.max_new_tokens, len(self.ids) + self.options.max_new_tokens
-        if whole > positions:
-            fewer = f"max_new_tokens={positions - len(self.ids)} or less, or " if len(self.ids) < positions else ""
-            given = f"a prompt of {counted(len(self.ids), 'token')}"
-            if new == 0:
-                raise UserError(f"{given} does not fit into the model's {positions} positions; use a shorter one")
-            raise UserError(
-                f"{given} and max_new_tokens={new} need {whole} positions, but the model has {positions}; use "
-                f"{fewer}a shorter prompt"
-            )
-        if new == 0 and not self.options.prompt_logprobs:
-            raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")
+        length = len(self.ids)
+        whole, sizes = length + self.options.max_new_tokens, {"positions": positions, "left": positions - length}
+        check_rules(LENGTHS, self.options, given=f"a prompt of {counted(length, 'token')}", whole=whole, **sizes)
         if self.options.search is not None:
             self.options.search.validate(self, vocab_size)
         if not 1 <= self.rows <= slots:
@@ -97,11 +107,11 @@ class PromptJob:
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             if math.isnan(logprob):
                 return place, NOT_FINITE
-            if self.bans_all(ids, token, logprob):
+            if self.options.bans_all(self.special, self.ids, ids, token, logprob):
                 return place, "length"
             before = ids[-1] if ids else self.ids[-1]
             ids.append(token)
-            if self.ends_with(before, token, len(ids) - 1):
+            if self.options.ends_at(self.special, before, token, len(ids) - 1):
                 return place + 1, "stop"
             if place + 1 == left:
                 return left, "length"
@@ -110,14 +120,6 @@ class PromptJob:
     @cached_property
     def _decisive_ids(self) -> frozenset[int | None]:
         return frozenset(self.options.decisive_ids(self.special))
-
-    def ends_with(self, before: int, token: int, index: int) -> bool:
-        """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
-        return self.options.ends_at(self.special, before, token, index)
-
-    def bans_all(self, new: list[int], token: int, logprob: float) -> bool:
-        """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
-        return self.options.bans_all(self.special, self.ids, new, token, logprob)
 
 
 def variant_of(samplings: Iterable[Options], alternatives: int = 0) -> Variant:

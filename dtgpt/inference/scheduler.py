@@ -28,10 +28,9 @@ class PromptChunk(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A request whose prompt is prefilled in the first of `slots`; its `choices` run from now on, one in each slot."""
+    """A request whose prompt is prefilled in the first of `slots`; its choices run from now on, one in each slot."""
 
     request: int
-    choices: list[int]
     slots: list[int]
 
 
@@ -61,7 +60,7 @@ class _Job:
     request: int
     prefill: int  # tokens of the prompt to prefill
     new_tokens: int
-    choices: list[int]  # that are not cancelled
+    choices: int
     searches: bool  # whether the host chooses after each step how the choices go on
     client: str
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
@@ -110,7 +109,7 @@ class Scheduler:
             self._tokens = {name: self._tokens[name] for name in at_work | self._waiting.keys()}
         if client not in self._waiting:  # who did not wait has no claim to what others used meanwhile
             self._tokens[client] = max(self._fewest, self._tokens.get(client, 0))
-        job = _Job(request, prefill, new_tokens, list(range(choices)), searches, client)
+        job = _Job(request, prefill, new_tokens, choices, searches, client)
         self._waiting.setdefault(client, deque()).append(job)
 
     def go_on(self, request: int, choices: list[int]) -> None:
@@ -122,22 +121,15 @@ class Scheduler:
         """Free the slot of a choice that has begun."""
         self._free.append(self._running.pop((request, choice)).row.slot)
 
-    def cancel(self, request: int, choice: int | None = None) -> list[int]:
-        """End a choice of a request, or all, at any time. Returns the choices that were not finished before."""
-        rows = [running.row for running in self._running.values()]
-        ended = [row.choice for row in rows if row.request == request and choice in (None, row.choice)]
-        for one in ended:
-            self.finish(request, one)
+    def cancel(self, request: int) -> None:
+        """End what is left of a request, at any time."""
+        for key in [key for key in self._running if key[0] == request]:
+            self.finish(*key)
         for jobs in (*self._waiting.values(), self._prefilling):
             for job in [job for job in jobs if job.request == request]:
-                ended += [one for one in job.choices if choice in (None, one)]
-                job.choices = [one for one in job.choices if one not in ended]
-                while len(job.slots) > len(job.choices):  # the first one, which is being prefilled, is the last to go
-                    self._free.append(job.slots.pop())
-                if not job.choices:
-                    jobs.remove(job)
+                self._free += job.slots
+                jobs.remove(job)
         self._waiting = {name: jobs for name, jobs in self._waiting.items() if jobs}
-        return ended
 
     def next_round(self) -> Round | None:
         """Return what to launch next, and count it as launched; None where all that is left waits for results."""
@@ -164,13 +156,13 @@ class Scheduler:
         while self._waiting:
             client = min(self._waiting, key=self._tokens.__getitem__)
             jobs = self._waiting[client]
-            if len(jobs[0].choices) > len(self._free):
+            if jobs[0].choices > len(self._free):
                 return
             job = jobs.popleft()
             if not jobs:
                 del self._waiting[client]
             self._fewest = self._tokens[client]
-            job.slots = [self._free.pop() for _ in job.choices]
+            job.slots = [self._free.pop() for _ in range(job.choices)]
             self._prefilling.append(job)
 
     def _take_chunks(self) -> list[PromptChunk]:
@@ -196,8 +188,8 @@ class Scheduler:
         starts = []
         while self._prefilling and self._prefilling[0].done == self._prefilling[0].prefill:
             job = self._prefilling.pop(0)
-            starts.append(Start(job.request, job.choices, job.slots))
-            for choice, slot in zip(job.choices, job.slots, strict=True):
+            starts.append(Start(job.request, job.slots))
+            for choice, slot in enumerate(job.slots):
                 row = Row(job.request, choice, slot)
                 left = int(slot == job.slots[0]) if job.searches else job.new_tokens
                 self._running[row[:2]] = _Running(row, left, job.searches, job.client)

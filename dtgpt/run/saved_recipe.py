@@ -19,13 +19,12 @@ from dtgpt.config.overrides import LARGEST, leaves, replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.data.open import format_of
 from dtgpt.run.folder import AUTO
 from dtgpt.util import seams
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import kinds_of, misfit
-from dtgpt.util.storage import parse_json, read_json, read_regular
+from dtgpt.util.storage import read_json
 
 ABSENT = object()
 LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
@@ -158,25 +157,6 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
             yield from _unknown(value, known, f"{name}.")
         elif name not in known and name != "plans":
             yield name[:60]
-
-
-def check_data_of_run(run: Path, path: str | None) -> None:
-    """Raise UserError where a run goes on with data that are not here, and say where it was started: a path counts from
-    there."""
-    if path is None or os.path.exists(path):
-        return
-    form = format_of(path)
-    if (form is not None and form.is_here(path)) or path != saved_value(read_recipe(run), "data.path"):
-        return
-    try:
-        start = parse_json(read_regular(run / "environment.json"))
-        where = f"{start['folder']} on {start['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # of an older version
-        where = "another folder"
-    raise UserError(
-        f"data.path={path}, which {run} was trained on, is not here; the run was started in {shown_name(where)}: go on "
-        "from there, or give --data.path"
-    )
 
 
 def continue_run(run: Path, values: Mapping[str, Any], step: int) -> None:

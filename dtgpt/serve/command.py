@@ -7,19 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import (
-    Addend,
-    Device,
-    Exact,
-    MaxLength,
-    MergeFile,
-    PlanName,
-    Precision,
-    RecipeFile,
-    TokenizerName,
-    VocabFile,
-    open_as_asked,
-)
+from dtgpt.commands.model_options import Addend, OpenOptions, open_as_asked
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.model import Model, Need
 from dtgpt.serve.explanations import KEY
@@ -36,7 +24,29 @@ SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold t
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class Serving:
+    """Where the server listens, who may ask, and for how much."""
+
+    host: Annotated[str, "address to listen on; one that other machines can reach needs --api-key"] = "127.0.0.1"
+    port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
+    name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
+    api_key: Annotated[
+        str | None, f"key that requests must have; several, with commas: one for each client; none: ${KEY}"
+    ] = None
+    open: Annotated[bool, "allow an address that other machines reach without a key"] = False
+    slots: Annotated[
+        str,
+        f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
+        Pattern("auto|[1-9][0-9]{0,2}", f"is not a number of texts; use 1 to {MOST_SLOTS}, or auto"),
+    ] = "auto"
+    queue: Annotated[int, "texts that may wait or run; further requests are refused", Bounds(1, 100_000)] = 1024
+    seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
+    drain: Annotated[float, "seconds that running requests have when the server ends", Bounds(0, 3600)] = 20.0
+    log_prompts: Annotated[bool, "write prompts to the log"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(OpenOptions, Serving):  # fields are listed from the last base on
     """Answer requests over HTTP with a model: those of Megatron-LM's clients (PUT /api), of OpenAI's clients
     (/v1/completions), and a web page. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
@@ -53,36 +63,13 @@ class ServeOptions:
         "slots": "limits",
         "log_prompts": "log",
         "plan": "execution",
+        "max_length": "limits",
         "tokenizer": "tokenizer",
+        "adapter": "execution",
     }
 
-    host: Annotated[str, "address to listen on; one that other machines can reach needs --api-key"] = "127.0.0.1"
-    port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
-    name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
-    api_key: Annotated[
-        str | None, f"key that requests must have; several, with commas: one for each client; none: ${KEY}"
-    ] = None
-    open: Annotated[bool, "allow an address that other machines reach without a key"] = False
-    slots: Annotated[
-        str,
-        f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
-        Pattern("auto|[1-9][0-9]{0,2}", f"is not a number of texts; use 1 to {MOST_SLOTS}, or auto"),
-    ] = "auto"
-    max_length: MaxLength = None
-    queue: Annotated[int, "texts that may wait or run; further requests are refused", Bounds(1, 100_000)] = 1024
-    seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
-    drain: Annotated[float, "seconds that running requests have when the server ends", Bounds(0, 3600)] = 20.0
-    log_prompts: Annotated[bool, "write prompts to the log"] = False
-    plan: PlanName = None
-    device: Device = "auto"
-    precision: Precision = "auto"
-    exact: Exact = False
     adapter: Addend = None
-    recipe: RecipeFile = None
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
-    tokenizer: TokenizerName = None
-    vocab_file: VocabFile = None
-    merge_file: MergeFile = None
 
 
 @memory_errors_as_user_errors("serve fewer texts at the same time (--slots) or shorter ones (--max-length)")

@@ -22,7 +22,7 @@ from dtgpt.data.open import check_data, format_of, with_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.run.folder import run_to_resume
-from dtgpt.run.saved_recipe import check_data_of_run, read_recipe, recipe_of_run, saved_value
+from dtgpt.run.saved_recipe import read_recipe, recipe_of_run, saved_value
 from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -179,8 +179,8 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     """
     # In this order: a user who moved to another folder reads of the data, and not of what follows from their absence;
     # the plan comes last, since it depends on model, batch and tokenizer, whose mistakes have clearer sentences.
-    if resume.run is not None:
-        check_data_of_run(resume.run, recipe.data.path)
+    for check in seams.listed("kept_data") if resume.run is not None else ():
+        check(resume.run, recipe.data.path)
     recipe = checked(recipe)
     begin = beginning(recipe.init_from, recipe.resume or resume.run, recipe.model.vocab_size)
     if resume.run is None:

@@ -106,9 +106,11 @@ class Capability:
     former_starts: tuple[
         str, ...
     ] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
-    # Of a run that goes on: what says in which values its recipe file differs, and lists those that change.
+    # Of a run that goes on: what says in which values its recipe file differs, lists those that change, and refuses a
+    # path of data that are not here.
     kept_values: tuple[str, ...] = ()
     changed_values: tuple[str, ...] = ()
+    kept_data: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.

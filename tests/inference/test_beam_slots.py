@@ -57,7 +57,7 @@ def test_a_search_is_cancelled_as_a_whole_and_leaves_its_slots(model):
         first, second = engine.submit(asked(choices=2)), engine.submit(asked())
         for _ in range(3):
             assert engine.step() == []
-        engine.cancel(first, 1)
+        engine.cancel(first)
         events = drain(engine)
     assert [(e.job, e.choice, e.finish) for e in events] == [
         (first, 0, "cancelled"), (first, 1, "cancelled"), (second, 0, "length"),

@@ -158,7 +158,11 @@ SPECIAL = SpecialIds(ends=(9,), newline=1, double_newline=2, colon=3)
 def test_ends_by_ids(rules, prompt, tokens, length):
     request = make_request(ids=prompt, sampling=Options(**rules), special=SPECIAL)
     before = [prompt[-1], *tokens]
-    ends = [index for index, token in enumerate(tokens) if request.ends_with(before[index], token, index)]
+    ends = [
+        index
+        for index, token in enumerate(tokens)
+        if request.options.ends_at(request.special, before[index], token, index)
+    ]
     assert (ends[0] + 1 if ends else None) == length
 
 
@@ -179,11 +183,13 @@ def test_tokens_of_a_round_end_a_sequence_where_one_by_one_they_do(data):
     drawn = data.draw(st.lists(st.tuples(few, values), min_size=1, max_size=6))
     ids, finish, count = [*request.ids, *new], None, 0
     for token, logprob in drawn:
-        if math.isnan(logprob) or request.bans_all(ids[len(request.ids) :], token, logprob):
+        if math.isnan(logprob) or request.options.bans_all(
+            request.special, request.ids, ids[len(request.ids) :], token, logprob
+        ):
             finish = NOT_FINITE if math.isnan(logprob) else "length"
             break
         count += 1
-        if request.ends_with(ids[-1], token, len(ids) - len(request.ids)):
+        if request.options.ends_at(request.special, ids[-1], token, len(ids) - len(request.ids)):
             finish = "stop"
             break
         ids.append(token)

@@ -59,7 +59,7 @@ def plays(draw) -> list[Submit | Cancel | Steps]:
         actions.append(Submit(draw(requests())))
         actions.append(Steps(draw(st.integers(0, 4))))
         if draw(st.integers(0, 3)) == 0:
-            actions.append(Cancel(draw(st.integers(0, handle)), draw(st.none() | st.integers(0, 2))))
+            actions.append(Cancel(draw(st.integers(0, handle))))
     return actions
 
 

@@ -16,7 +16,7 @@ def test_a_request_is_prefilled_then_runs_in_rounds_up_to_its_last_token():
     scheduler.add(7, prefill=6, choices=1, new_tokens=12)
     assert scheduler.next_round() == Round([PromptChunk(7, 0, 0, 4)], [], [], 0)
     row = Row(7, 0, 0)
-    assert scheduler.next_round() == Round([PromptChunk(7, 0, 4, 6)], [Start(7, [0], [0])], [row], 1)
+    assert scheduler.next_round() == Round([PromptChunk(7, 0, 4, 6)], [Start(7, [0])], [row], 1)
     assert scheduler.next_round() == Round([], [], [row], 8)
     assert scheduler.next_round() == Round([], [], [row], 3)
     assert scheduler.next_round() is None and scheduler.busy
@@ -40,7 +40,7 @@ def test_a_request_that_waits_for_a_slot_does_not_shorten_rounds():
     assert [scheduler.next_round().steps for _ in range(4)] == [1, 8, 8, 3]
     assert scheduler.next_round() is None
     scheduler.finish(0, 0)
-    assert scheduler.next_round().starts == [Start(1, [0], [0])]
+    assert scheduler.next_round().starts == [Start(1, [0])]
 
 
 def test_choices_share_a_prefill_and_wait_for_all_of_their_slots():
@@ -53,20 +53,17 @@ def test_choices_share_a_prefill_and_wait_for_all_of_their_slots():
     scheduler.finish(0, 0)
     second = scheduler.next_round()
     assert len(second.chunks) == 1
-    assert [(start.request, start.choices, sorted(start.slots)) for start in second.starts] == [
-        (1, [0, 1, 2], [0, 1, 2])
-    ]
+    assert [(start.request, sorted(start.slots)) for start in second.starts] == [(1, [0, 1, 2])]
 
 
-def test_choices_cancelled_before_they_start_leave_their_slots_to_others():
+def test_a_request_cancelled_before_it_starts_leaves_its_slots_to_others():
     scheduler = Scheduler(slots=3, chunk=2)
     scheduler.add(0, prefill=4, choices=3, new_tokens=4)
-    (chunk,) = scheduler.next_round().chunks
-    assert scheduler.cancel(0, 0) == [0] and scheduler.cancel(0, 1) == [1] and scheduler.cancel(0, 1) == []
-    scheduler.add(1, prefill=0, choices=2, new_tokens=4)
-    last = scheduler.next_round()
-    assert last.starts[0] == Start(0, [2], [chunk.slot])
-    assert chunk.slot not in last.starts[1].slots
+    assert scheduler.next_round().chunks
+    scheduler.cancel(0)
+    scheduler.add(1, prefill=0, choices=3, new_tokens=4)
+    (start,) = scheduler.next_round().starts
+    assert start.request == 1 and sorted(start.slots) == [0, 1, 2]
 
 
 def test_a_prompt_is_cut_at_the_same_positions_beside_others():
@@ -108,10 +105,9 @@ class Simulation:
         self.live |= {(request, choice) for choice in range(choices)}
         self.scheduler.add(request, prefill, choices, new_tokens)
 
-    def cancel(self, request: int, choice: int | None) -> None:
-        expected = {key for key in self.live if key[0] == request and choice in (None, key[1])}
-        assert sorted(self.scheduler.cancel(request, choice)) == sorted(one for _, one in expected)
-        for key in expected:
+    def cancel(self, request: int) -> None:
+        self.scheduler.cancel(request)
+        for key in [key for key in self.live if key[0] == request]:
             self.end(key)
 
     def finish(self, key: tuple[int, int]) -> None:
@@ -137,9 +133,9 @@ class Simulation:
             self.prefilled[request] = stop
         for start in work.starts:
             assert self.prefilled[start.request] == self.asked[start.request][0]
-            assert {(start.request, choice) for choice in start.choices} == self.of(start.request)
+            assert {(start.request, choice) for choice in range(len(start.slots))} == self.of(start.request)
             self.started.append(start.request)
-            for choice, slot in zip(start.choices, start.slots, strict=True):
+            for choice, slot in enumerate(start.slots):
                 assert slot in range(self.slots) and slot not in self.slot_of.values()
                 self.slot_of[start.request, choice] = slot
         keys = [(row.request, row.choice) for row in work.rows]
@@ -168,8 +164,7 @@ def test_every_request_ends_in_order_and_no_slot_is_used_twice(data, slots, chun
         elif action == "round":
             run.round()
         elif action == "cancel" and run.asked:
-            request = data.draw(st.integers(0, len(run.asked) - 1))
-            run.cancel(request, data.draw(st.sampled_from([None, *range(run.asked[request][1])])))
+            run.cancel(data.draw(st.integers(0, len(run.asked) - 1)))
         elif action == "finish" and run.slot_of:
             run.finish(data.draw(st.sampled_from(sorted(run.slot_of))))
     for _ in range(1000):
@@ -190,7 +185,8 @@ def test_cancelling_what_is_finished_or_unknown_does_nothing(request_of):
     scheduler.add(0, prefill=0, choices=1, new_tokens=1)
     scheduler.next_round()
     scheduler.finish(0, 0)
-    assert scheduler.cancel(request_of) == []
+    scheduler.cancel(request_of)
+    assert not scheduler.busy and scheduler._free == [0]
 
 
 def simulate(slots: int, seconds: int, clients: dict[str, tuple[int, int, int]]) -> Counter:

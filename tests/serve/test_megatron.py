@@ -1,7 +1,6 @@
 """`PUT /api` over a real model: the form of an answer, seeds, limits, and Megatron-LM's command-line client."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +76,7 @@ def test_a_stop_token_counts_for_beams_alone_and_replaces_the_end_of_text():
     def stops(**keys):
         asked = read_request({"prompts": ["ab"], "tokens_to_generate": 4, **keys})
         (job,) = make_jobs(asked, tokenizer(), tiny_model().config, seed=0)
-        return replace(job, special=special_ids(tokenizer(), [256])).stop_ids
+        return job.options.end_ids(special_ids(tokenizer(), [256]))
 
     assert stops() == stops(beam_width=2) == stops(stop_token=7) == [256]
     assert stops(beam_width=2, stop_token=7) == [7]

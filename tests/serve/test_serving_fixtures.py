@@ -239,7 +239,7 @@ def search(kind: type[BeamSearch], asked: PromptJob, model: Decoder, tokenizer: 
     """The answer of a search on this host, over log-probabilities of whole sequences. Its candidates are the likeliest
     tokens, and all tokens as likely as the last one of these that are recorded."""
     assert asked.options.search is not None
-    beams = kind(asked.options.search, asked.options.max_new_tokens, asked.stop_ids)
+    beams = kind(asked.options.search, asked.options.max_new_tokens, asked.options.end_ids(asked.special))
     if isinstance(beams, Guided):
         beams.wanted = [own[len(asked.ids) :] for own in recorded["segments"]]
         beams.decode = partial(segments, tokenizer)

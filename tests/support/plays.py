@@ -23,7 +23,6 @@ class Submit(NamedTuple):
 
 class Cancel(NamedTuple):
     handle: int  # of a request that was submitted before
-    choice: int | None
 
 
 class Steps(NamedTuple):
@@ -64,8 +63,8 @@ def play(
         match action:
             case Submit(request):
                 engine.submit(request)
-            case Cancel(handle, choice):
-                engine.cancel(handle, choice)
+            case Cancel(handle):
+                engine.cancel(handle)
             case Steps(count):
                 for _ in range(count):
                     events += engine.step()

@@ -40,10 +40,10 @@ class ScriptedEngine(Engine):
         self._active[number] = ActiveJob(number, job, self.tokenizer)
         return number
 
-    def cancel(self, number: int, choice: int | None = None) -> None:
-        for row in [row for row in self.running if row[0] == number and choice in (None, row[1])]:
+    def cancel(self, number: int) -> None:
+        for row in [row for row in self.running if row[0] == number]:
             self._ended.append(self._end(*row, "cancelled"))
-        if number in self.waiting and choice is None:
+        if number in self.waiting:
             self.waiting.remove(number)
             self._ended += [self._end(number, i, "cancelled") for i in range(self.requests[number].choices)]
 
@@ -68,7 +68,7 @@ class ScriptedEngine(Engine):
                 break
             new.append(script[done + len(new)])
             before = script[done + len(new) - 2] if done + len(new) > 1 else job.ids[-1]
-            if job.ends_with(before, new[-1], done + len(new) - 1):
+            if job.options.ends_at(job.special, before, new[-1], done + len(new) - 1):
                 finish = "stop"
         if finish is None and done + len(new) == job.options.max_new_tokens:
             finish = "length"

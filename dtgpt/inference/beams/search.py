@@ -199,7 +199,7 @@ class BeamSlots:
 
     def __init__(self, beams: Beams, asked: PromptJob, slots: list[int]):
         self.asked, self.slots = asked, slots
-        self.search = BeamSearch(beams, asked.options.max_new_tokens, asked.stop_ids)
+        self.search = BeamSearch(beams, asked.options.max_new_tokens, asked.options.end_ids(asked.special))
         self._choices = [0]  # of the rows of the search, in their order
 
     @property

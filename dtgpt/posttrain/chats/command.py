@@ -38,6 +38,7 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
         "stop_strings": "end of an answer",
         "plan": "execution",
         "tokenizer": "tokenizer",
+        "adapter": "execution",
     }
 
     system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""

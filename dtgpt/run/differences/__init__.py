@@ -3,5 +3,7 @@
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
-    kept_values=("dtgpt.run.differences.texts:say_kept",), changed_values=("dtgpt.run.differences.texts:changes_since",)
+    kept_values=("dtgpt.run.differences.texts:say_kept",),
+    changed_values=("dtgpt.run.differences.texts:changes_since",),
+    kept_data=("dtgpt.run.differences.texts:check_data",),
 )

@@ -1,5 +1,7 @@
-"""What a run that goes on says of values: those in which its recipe file differs, and those that change now."""
+"""What a run that goes on says of values: those in which its recipe file differs, those that change now, and a path
+of data that leads nowhere from here."""
 
+import os
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 from dtgpt.checkpoint.load import FREE
 from dtgpt.checkpoint.manifest import as_tuple
 from dtgpt.config.overrides import value_text
+from dtgpt.data.open import format_of
 from dtgpt.run.saved_recipe import ABSENT, OF_ONE_START, read_recipe, saved_value
 from dtgpt.util.console import hanging, say
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.storage import parse_json, read_regular
 
 # What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
 TAKEN = (("data.tokenizer", "auto"), ("data.tokenizer_file", None))
@@ -69,4 +73,23 @@ def _can_change(name: str, fixed: Collection[str]) -> bool:
         last in FREE
         if section == "model"
         else name not in ("name", "seq_length", "data.tokenizer", "data.bpe_vocab_size")
+    )
+
+
+def check_data(run: Path, path: str | None) -> None:
+    """Raise UserError where a run goes on with data that are not here, and say where it was started: a path counts from
+    there."""
+    if path is None or os.path.exists(path):
+        return
+    form = format_of(path)
+    if (form is not None and form.is_here(path)) or path != saved_value(read_recipe(run), "data.path"):
+        return
+    try:
+        start = parse_json(read_regular(run / "environment.json"))
+        where = f"{start['folder']} on {start['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        where = "another folder"
+    raise UserError(
+        f"data.path={path}, which {run} was trained on, is not here; the run was started in {shown_name(where)}: go on "
+        "from there, or give --data.path"
     )
