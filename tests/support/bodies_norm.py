@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from dtgpt.ops import activations, norms
+from dtgpt.ops import activations, more_activations, norms
 from dtgpt.ops import rotary_positions as rotary
 from dtgpt.ops.kernels import bias, pointwise
 from dtgpt.ops.kernels import norm as kernels_of_norm
@@ -145,7 +145,7 @@ def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device:
 def check_gelu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x, _, shift, *_ = draw(shape, columns, dtype, device)
     check(activations.bias_gelu, activations.gelu_reference, [2 * x, shift])
-    check(activations.bias_relu2, activations.relu2_reference, [2 * x, shift])
+    check(more_activations.bias_relu2, more_activations.relu2_reference, [2 * x, shift])
     total = bias.bias_gradient(x)
     assert total.dtype == dtype
     true = x.double().flatten(0, -2).sum(0)
@@ -174,7 +174,9 @@ def check_swiglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device:
 def check_geglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x = 2 * torch.randn(*shape, 2 * columns)
     check(
-        activations.GATED["gelu_tanh"], lambda x: activations.gated_reference(x, "gelu_tanh"), [x.to(dtype).to(device)]
+        more_activations.GATED["gelu_tanh"],
+        lambda x: more_activations.gated_reference(x, "gelu_tanh"),
+        [x.to(dtype).to(device)],
     )
 
 
