@@ -32,6 +32,7 @@ from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.record import Record, read_record, record, save_record
 from dtgpt.compare.rounding import comparable
 from dtgpt.compare.verdict import difference
+from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import choose_device
 from dtgpt.ops.serve import split_backward
 from dtgpt.train.setup import open_trainer
@@ -169,7 +170,7 @@ def words(case: Case, kind: str) -> list[str]:
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the whole weights, without the elements that are not compared."""
     model = trainer.settings.model
-    gathered = trainer.shards.gather(attrgetter("local"))
+    gathered = gather_whole(trainer.shards, attrgetter("local"))
     return {f"weight/{name}": comparable(model, name, whole).clone() for name, whole in gathered if whole is not None}
 
 

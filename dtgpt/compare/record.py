@@ -29,6 +29,7 @@ from dtgpt.compare.shared_state import (
     take_state,
 )
 from dtgpt.compare.trace import FP8_EPS, traced
+from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import Settings
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.mesh import Mesh
@@ -128,7 +129,7 @@ def record(
     kept: dict[str, Tensor] = {}
 
     def keep(kind: str, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None) -> None:
-        for name, whole in trainer.shards.gather(value, chosen):
+        for name, whole in gather_whole(trainer.shards, value, chosen):
             if whole is not None:
                 kept[f"{kind}/{name}"] = comparable(settings.model, name, whole)
 
@@ -137,7 +138,7 @@ def record(
     norms: list[float] = []
     rates: list[float] = []
     scales: list[float] = []
-    for _, whole in trainer.shards.gather(attrgetter("local")):
+    for _, whole in gather_whole(trainer.shards, attrgetter("local")):
         digest.update(b"" if whole is None else whole.numpy().tobytes())
     stale: list[str] = []
     apart: list[Apart] = []

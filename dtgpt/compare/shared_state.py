@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.compare.rounding import comparable
+from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.optim.update import Update
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.shards import Shard
@@ -75,7 +76,7 @@ def whole_states(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     values |= {name: partial(state_of, trainer.optimizer, name) for name in names_of_states(trainer)}
     for kind, value in values.items():
         chosen = None if kind == WEIGHT else partial(has_state, trainer.optimizer, kind)
-        for name, whole in trainer.shards.gather(value, chosen):
+        for name, whole in gather_whole(trainer.shards, value, chosen):
             if whole is not None:
                 yield f"{kind}/{name}", whole
 

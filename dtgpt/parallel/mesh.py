@@ -165,13 +165,6 @@ class Mesh:
         for group in self._groups:
             set_group_timeout(self._timeout, group)
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor of the CPU to another rank, which must `receive` one of that shape."""
-        dist.send(tensor, rank, group=messages)
-
-    def receive(self, tensor: Tensor, rank: int) -> None:
-        dist.recv(tensor, rank, group=messages)
-
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Broadcast a tensor in place from the rank of the last stage to the other ranks of its pipeline, and return
         it."""

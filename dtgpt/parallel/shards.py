@@ -5,7 +5,7 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -19,7 +19,7 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk, slices
+from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk
 from dtgpt.parallel.mesh import DIMENSIONS, Mesh
 from dtgpt.util.torch_private import is_dtensor
 
@@ -40,11 +40,6 @@ class Shard:
     partial: bool  # gradients of it are addends on the tp ranks
     is_tied_copy: bool  # the last stage's copy of the tied embedding: updated like the original, never counted
     replica: int  # which of these replicas this rank holds
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank, of all that hold the region, sends it where each element is needed once."""
-        return self.replica == 0 and not self.is_tied_copy
 
     @property
     def own(self) -> tuple[Part, slice]:
@@ -183,36 +178,6 @@ class Shards:
         """Return this rank's part of the squared norm."""
         alone = [self.gradients[i] for i in self._counted_alone]
         return self.sums.squares(self.counted_gradients(), self._shares, alone)
-
-    def gather(
-        self, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,
-        which must run through it likewise. `value` returns a tensor of the shape of `shard.local`. chosen: which
-        parameters these are, if not all."""
-        owned = {s.name: s for s in self.all if s.is_owner and (chosen is None or chosen(s))}
-        regions: dict[str, list[tuple[int, Part]]] = {}
-        for rank, held in enumerate(self.mesh.gather({name: s.region for name, s in owned.items()})):
-            for name, region in held.items():
-                regions.setdefault(name, []).append((rank, region))
-        for name in sorted(regions):
-            mine = value(owned[name]).detach().float().cpu().contiguous() if name in owned else torch.empty(0)
-            if self.mesh.rank == 0:
-                yield name, self._assemble(regions[name], mine)
-                continue
-            if mine.numel():
-                self.mesh.send(mine, 0)
-            yield name, None
-
-    def _assemble(self, regions: list[tuple[int, Part]], mine: Tensor) -> Tensor:
-        whole = torch.empty([max(r.stop for r in dims) for dims in zip(*(r for _, r in regions), strict=True)])
-        for rank, region in regions:
-            if all(map(len, region)):
-                piece = mine if rank == 0 else torch.empty([len(r) for r in region])
-                if rank != 0:
-                    self.mesh.receive(piece, rank)
-                whole[slices(region)] = piece
-        return whole
 
 
 def _checked_region(name: str, layout: ParameterLayout, rank: int, held: Tensor) -> Part:

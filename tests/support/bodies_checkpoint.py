@@ -67,7 +67,11 @@ def tensors_of(run: Trainer):
 
 def gather(run: Trainer) -> dict[str, Tensor]:
     """Whole weights and moments on rank 0."""
-    return {name + suffix: whole for suffix, value in tensors_of(run) for name, whole in run.shards.gather(value)}
+    from dtgpt.compare.whole_tensors import gather_whole
+
+    return {
+        name + suffix: whole for suffix, value in tensors_of(run) for name, whole in gather_whole(run.shards, value)
+    }
 
 
 def train_and_save(recipe: Recipe, folder: Path, steps: int, small: int) -> None:

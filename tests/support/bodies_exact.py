@@ -40,12 +40,14 @@ from tests.support.interpreter import kernels_asked_of
 def bits_of_steps(recipe: Recipe) -> dict[str, str]:
     """Train the steps of the recipe, two at most. Return on rank 0 the bits of losses, norms, gradients, weights and
     moments, by name."""
+    from dtgpt.compare.whole_tensors import gather_whole
+
     found: dict[str, str] = {}
     with open_trainer(recipe) as trainer:
         rule = trainer.optimizer.rule
 
         def keep(kind, value) -> None:
-            for name, whole in trainer.shards.gather(value):
+            for name, whole in gather_whole(trainer.shards, value):
                 found[f"{kind} of {name}"] = "" if whole is None else sha256(whole.numpy().tobytes()).hexdigest()
 
         for step in range(min(recipe.steps, 2)):

@@ -24,6 +24,8 @@ def shards_with_own_axis(
     """Let each of `ranks` neighbours among the ranks of data hold its matrices of the stacks `names` alone, as experts
     lie. Return of each shard (name, region, weights, replicas, what it writes), the norm of the gradient
     `whole_gradient`, and the whole weights on rank 0."""
+    from dtgpt.compare.whole_tensors import gather_whole
+
     mesh = Mesh(plan, CPU)
     with torch.device("meta"):
         stage = Decoder(config)
@@ -44,4 +46,4 @@ def shards_with_own_axis(
     shards.take_gradients()
     with mock.patch.object(dtgpt.parallel.shards, "SMALL", 100):  # replicas share the rows of all but norms
         held = [(s.name, s.region, s.local.clone(), s.replicas, s.own[0]) for s in shards]
-    return held, shards.norm().item(), dict(shards.gather(lambda shard: shard.local))
+    return held, shards.norm().item(), dict(gather_whole(shards, lambda shard: shard.local))

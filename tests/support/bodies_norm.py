@@ -174,7 +174,9 @@ def check_swiglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device:
 def check_geglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x = 2 * torch.randn(*shape, 2 * columns)
     check(
-        activations.GATED["gelu_tanh"], lambda x: activations.gated_reference(x, "gelu_tanh"), [x.to(dtype).to(device)]
+        more_activations.GATED["gelu_tanh"],
+        lambda x: more_activations.gated_reference(x, "gelu_tanh"),
+        [x.to(dtype).to(device)],
     )
 
 

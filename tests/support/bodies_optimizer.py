@@ -25,6 +25,8 @@ class Part(NamedTuple):
 
 def train_part(recipe: Recipe, run: Path, last: int) -> Part:
     """Go on from the newest checkpoint of `run`, if there is one, to step `last`, and save."""
+    from dtgpt.compare.whole_tensors import gather_whole
+
     checkpoints = run / "checkpoints"
     with open_trainer(recipe, run if checkpoints.exists() else None) as trainer:
         losses = [trainer.mean_loss(trainer.train_step()) for _ in range(last - trainer.step)]
@@ -36,4 +38,4 @@ def train_part(recipe: Recipe, run: Path, last: int) -> Part:
         held = sorted(shard.local.numel() for shard in trainer.shards), state
         sizes = sorted(p.local for p in parameters_of(recipe.model, trainer.settings.plan, rank))
         planned = sizes, memory_of(trainer.settings, rank).optimizer
-        return Part(losses, dict(trainer.shards.gather(lambda shard: shard.local)), held, planned)
+        return Part(losses, dict(gather_whole(trainer.shards, lambda shard: shard.local)), held, planned)

@@ -62,11 +62,12 @@ def shards_of(
 ) -> tuple[list[Piece], list["LocalParameter"], dict[str, Tensor | None], float]:
     """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0, the norm of
     `whole_gradient`)."""
+    from dtgpt.compare.whole_tensors import gather_whole
     from dtgpt.planning.parameters import parameters_of
 
     _, shards, mesh = build(config, plan)
     pieces = [Piece(s.name, s.region, s.replicas, s.is_tied_copy, s.is_owner, s.local.detach().clone()) for s in shards]
-    whole = dict(shards.gather(lambda shard: shard.local))
+    whole = dict(gather_whole(shards, lambda shard: shard.local))
     return pieces, parameters_of(config, plan, mesh.rank), whole, norm_of(config, plan, shards)
 
 

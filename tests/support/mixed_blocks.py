@@ -21,7 +21,7 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.more_activations import BIASED
+from dtgpt.ops.activations import bias_gelu
 
 KINDS = ("whole", "no attention", "shared heads")
 
@@ -59,7 +59,7 @@ class Wide(BoundModule):
 
     def compute(self, x: Tensor, keys: Tensor | None) -> Tensor:
         x, h = self.norm(x)
-        branch = Branch(mlp(h, self.up, self.down, BIASED["gelu_tanh"]), self.down.bias)
+        branch = Branch(mlp(h, self.up, self.down, bias_gelu), self.down.bias)
         return add(x, branch, self.drop.site(keys))
 
 
