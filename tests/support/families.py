@@ -64,7 +64,7 @@ def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> d
         whole = tensor[: config.vocab_size] if name in (config.table_name, config.output_name) else tensor
         prefix = "" if name == config.output_name else architecture.prefix
         parts = architecture.to_stored(whole, name, config)
-        out |= {prefix + plain: t for plain, t in zip(architecture.stored_names(name), parts, strict=True)}
+        out |= {prefix + plain: t for plain, t in zip(architecture.stored_names(name, config), parts, strict=True)}
     return out
 
 
