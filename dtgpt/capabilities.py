@@ -71,6 +71,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.charts",
             "dtgpt.data.prepare",
             "dtgpt.models.families",
+            "dtgpt.models.moe",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
             "dtgpt.planning",
