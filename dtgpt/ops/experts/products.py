@@ -5,6 +5,8 @@ without rows takes no time, and its weights are not read. Sharding rule: rows ma
 with ends of its own; the gradient of the weights is then an addend on each.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +39,35 @@ def experts_of_rows(x: Tensor, ends: Tensor) -> Tensor:
 grouped_product = Operation("grouped_product", grouped_reference, "x[r] w[e]^T for the rows r of each expert e")
 
 
+# The same as one op for compilers, which cannot look into what the host reads.
+product_op = torch.library.custom_op("dtgpt::grouped_product", grouped_reference, mutates_args=(), device_types="cpu")
+product_op.register_fake(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
+
+
+@torch.library.custom_op("dtgpt::grouped_outer", mutates_args=(), device_types="cpu")
+def outer_op(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return dweight `[E, out, in]`: of each expert the sum over its rows of dy `[M, out]` times x `[M, in]`."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.stack([left.t() @ right for left, right in zip(dy.split(sizes), x.split(sizes), strict=True)])
+
+
+outer_op.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    wants_x, wants_weight, _ = ctx.needs_input_grad
+    dx = product_op(grad, weight.mT, ends) if wants_x else None
+    return dx, outer_op(grad, x, ends) if wants_weight else None, None
+
+
+product_op.register_autograd(_differentiate, setup_context=_save)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """Return x w^T + bias `[M, out]` in x's dtype, for x `[M, in]`, weight `[E, out, in]` and bias `[E, out]` or None.
 
@@ -48,7 +79,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and ends {tuple(ends.shape)} do not fit; they need to "
             "be [M, in], [E, out, in] and [E]"
         )
-    made = grouped_product(x, weight, ends)
+    apart = x.is_cpu and torch.compiler.is_compiling()
+    made = product_op(x, weight, ends) if apart else grouped_product(x, weight, ends)
     return made if bias is None else made + biases_of_rows(bias, x, ends)
 
 

@@ -8,7 +8,7 @@ of weights sum an expert's rows in their order.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.experts.products import grouped_reference, masked_product
+from dtgpt.ops.experts.products import masked_product, outer_op, product_op
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, takes_custom_op, why_below, why_no_triton
 from dtgpt.ops.serve import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
@@ -32,34 +32,8 @@ def _by_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight.mT, offs=ends)
 
 
-_product = torch.library.custom_op("dtgpt::grouped_product", grouped_reference, mutates_args=(), device_types="cpu")
-_product.register_kernel("cuda", lambda x, weight, ends: expert_kernels().grouped_product(x, weight, ends))
-_product.register_fake(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
-
-
-@torch.library.custom_op("dtgpt::grouped_outer", mutates_args=(), device_types="cpu")
-def _outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return dweight `[E, out, in]`: of each expert the sum over its rows of dy `[M, out]` times x `[M, in]`."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.stack([left.t() @ right for left, right in zip(dy.split(sizes), x.split(sizes), strict=True)])
-
-
-_outer.register_kernel("cuda", lambda dy, x, ends: expert_kernels().grouped_outer(dy, x, ends))
-_outer.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, grad: Tensor):
-    x, weight, ends = ctx.saved_tensors
-    wants_x, wants_weight, _ = ctx.needs_input_grad
-    dx = _product(grad, weight.mT, ends) if wants_x else None
-    return dx, _outer(grad, x, ends) if wants_weight else None, None
-
-
-_product.register_autograd(_differentiate, setup_context=_save)
+product_op.register_kernel("cuda", lambda x, weight, ends: expert_kernels().grouped_product(x, weight, ends))
+outer_op.register_kernel("cuda", lambda dy, x, ends: expert_kernels().grouped_outer(dy, x, ends))
 
 
 def _takes_product(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
@@ -78,7 +52,7 @@ GROUPED_PRODUCT = (
         _why_no_grouped_mm,
         f"in bf16, of widths that are multiples of {ALIGNED}",
     ),
-    Kernel("Triton", _takes_product, _product, why_no_triton, "in other types or widths"),
+    Kernel("Triton", _takes_product, product_op, why_no_triton, "in other types or widths"),
     Kernel(
         "PyTorch, all rows by each expert",
         lambda x, weight, ends: not x.is_cpu,
