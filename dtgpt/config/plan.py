@@ -16,6 +16,7 @@ from dtgpt.util import seams
 from dtgpt.util.console import counted, listed
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
+from dtgpt.util.rules import check_rules
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -175,6 +176,7 @@ class ResolvedPlan(Plan):
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
+        check_rules(model.plan_rules, model, plan=self)
         self._validate_tensor(model, seq_length)
         for name, wanted in (("cp", self.cp > 1), ("table", self.table)):  # what capabilities bring about, and check
             check = seams.added("degrees").get(name) if wanted else None

@@ -47,7 +47,7 @@ class NanoGPT(Source):
         biased = args.get("bias", True)
         table = args["vocab_size"], self.config.hidden_size
         expected = (
-            (GPT_2.stored_names(name)[0], table if name == TABLE else shape)
+            (GPT_2.stored_names(name, self.config)[0], table if name == TABLE else shape)
             for name, shape in iterate_shapes(self.config)
             if biased or not name.endswith(".bias")
         )
@@ -60,7 +60,7 @@ class NanoGPT(Source):
                 raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        (plain,) = GPT_2.stored_names(name)
+        (plain,) = GPT_2.stored_names(name, self.config)
         stored = self._tensors.get(plain)
         if stored is None:  # a bias
             stored = torch.zeros(len(self._tensors[plain.replace(".bias", ".weight")]), device="cpu")

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.inventory import Parameter, Rows, inventory
+from dtgpt.models.inventory import Parameter, Rows, Shape, inventory
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
 from dtgpt.util import seams
 from dtgpt.util.console import listed
@@ -58,6 +58,8 @@ class ModelConfig(ABC):
             remedy=near_heads,
         ),
     )
+
+    plan_rules: ClassVar[Rules] = ()  # of plans that no model of the class can have
 
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
@@ -164,12 +166,16 @@ class ModelConfig(ABC):
     def num_parameters(self) -> int:
         return inventory(self).num_parameters
 
+    def used_elements(self, shape: Shape, role: Role | None) -> int:
+        """Return how many elements of a parameter each token meets."""
+        return math.prod(shape)
+
     def flops_per_token(self, seq_length: int) -> int:
         """Return the FLOPs of a token in a sample of `seq_length`, forward and backward: 6 N + 12 L H T, where N leaves
         out weights that are looked up and not multiplied (Chowdhery et al. 2022, PaLM, appendix B)."""
         parts = inventory(self)
         looked_up = [Role.POSITIONS] if self.tied else [Role.POSITIONS, Role.VOCABULARY]
-        weights = self.num_parameters - sum(math.prod(p.shape) for p in parts.of_embedding() if p.role in looked_up)
+        weights = parts.used_parameters - sum(math.prod(p.shape) for p in parts.of_embedding() if p.role in looked_up)
         return 6 * weights + sum(count * parts.attention_flops(i, seq_length) for i, count in parts.counts.items())
 
 

@@ -9,7 +9,7 @@ kind is laid out on the meta device, whatever the number of blocks.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -54,6 +54,8 @@ class Shaped(Hashable, Protocol):
     def make_head(self) -> BoundModule: ...
 
     def block_kind(self, index: int) -> Hashable: ...
+
+    def used_elements(self, shape: Shape, role: Role | None) -> int: ...
 
 
 class Parameter(NamedTuple):
@@ -177,10 +179,16 @@ class Inventory:
     @cached_property
     def num_parameters(self) -> int:
         """The number of parameters, one that is tied counted once."""
-        total = sum(math.prod(p.shape) for p in (*self.of_embedding(), *self._of_own_head()))
-        for index, count in self.counts.items():
-            total += count * sum(map(math.prod, self.block(index).shapes.values()))
-        return total
+        return self._counted(lambda parameter: math.prod(parameter.shape))
+
+    @cached_property
+    def used_parameters(self) -> int:
+        """The number of parameters that each token meets."""
+        return self._counted(lambda parameter: self.config.used_elements(parameter.shape, parameter.role))
+
+    def _counted(self, elements: Callable[[Parameter], int]) -> int:
+        total = sum(map(elements, (*self.of_embedding(), *self._of_own_head())))
+        return total + sum(count * sum(map(elements, self.of_block(i))) for i, count in self.counts.items())
 
     def cores(self, block: int) -> tuple[Core, ...]:
         """Return the sizes of each attention core of block `block`."""
@@ -198,7 +206,7 @@ class Inventory:
 
     def block_flops(self, block: int, seq_length: int) -> int:
         """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
-        matrices = sum(math.prod(shape) for shape in self.block(block).shapes.values() if len(shape) > 1)
+        matrices = sum(self.config.used_elements(p.shape, p.role) for p in self.of_block(block) if len(p.shape) > 1)
         return 6 * matrices + self.attention_flops(block, seq_length)
 
 

@@ -28,6 +28,7 @@ class Role(Enum):
     ROW = "linear map [H, in] that is cut by its inputs, without its bias"
     COLUMN_STACK = "stack [E, out, H] of linear maps, each cut by its outputs"
     ROW_STACK = "stack [E, H, in] of linear maps, each cut by its inputs"
+    ROUTER = "linear map [E, H] to the scores of experts, or what goes with it, whole on each rank"
     OUTPUT = "output projection [V, H] and loss"
     HEAD_DROPOUT = "dropout of attention probabilities [N, T, T]"
     STREAM_DROPOUT = "dropout of the residual stream [T, H]"

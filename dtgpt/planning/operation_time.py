@@ -100,16 +100,19 @@ class Operations:
                 biases += shape[-1] if p.role in COLUMNS else 0
                 continue
             *stack, rows, inner = shape
-            count = math.prod(stack)  # of matrices
-            forward += count * self.product(self.tokens, inner, rows, fp8)
-            backward += count * self.product(self.tokens, rows, inner, fp8)
+            count = math.prod(stack)  # of matrices, each for a share of the tokens
+            share = config.used_elements(p.shape, p.role) / math.prod(p.shape)
+            tokens = math.ceil(self.tokens * share)
+            forward += count * self.product(tokens, inner, rows, fp8)
+            backward += count * self.product(tokens, rows, inner, fp8)
             if trains:
-                backward += count * self.product(rows, self.tokens, inner, fp8)
+                backward += count * self.product(rows, tokens, inner, fp8)
             if settings.freezes_weights:
                 forward, backward = self._adapted(p, count, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
             is_first = p.role in (Role.COLUMN, Role.COLUMN_STACK)
-            c, r = (c + count * rows, r) if is_first else (c, r + count * inner)
+            each = count * share
+            c, r = (c + each * rows, r) if is_first else (c, r + each * inner)
         core_forward, core_backward, heads = self._cores(index)
         attended = sum(config.num_heads * core.head_dim for core in inventory(config).cores(index)) / self.tp
         gate = c + max(r - attended, 0)  # the projection of attention takes its input as it is

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
@@ -87,11 +89,18 @@ def parts_of(time: StepTime) -> dict[str, float]:
     }
 
 
+def sizes(config: ModelConfig) -> str:
+    """Return the number of parameters in words, and of those that each token meets where it does not meet all."""
+    whole, used = config.num_parameters, inventory(config).used_parameters
+    met = f", {parameters(used).removesuffix(' parameters')} of them for each token"
+    return parameters(whole) + met * (used < whole)
+
+
 def describe_mesh(name: str, settings: Settings) -> list[str]:
     """Return the lines on the recipe `name`: model, degrees of the plan, batch and stages."""
     config, plan, passes = settings.model, settings.plan, settings.micro_batches
     lines = [
-        f"recipe  {name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
+        f"recipe  {name}: {sizes(config)}, {counted(config.num_layers, 'block')} of "
         f"{config.hidden_size}, T={settings.seq_length}, {settings.number_types}"
         f"{', compiled' if settings.compile else ''}",
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
@@ -196,7 +205,7 @@ def _heading(name: str, settings: Settings) -> list[str]:
     config, tokens = settings.model, settings.global_batch_size * settings.seq_length
     first = "" if settings.recompute_blocks is None else f", recompute_blocks {settings.recompute_blocks}"
     lines = [
-        f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
+        f"recipe  {name}: {sizes(config)}, {config.num_layers} blocks of {config.hidden_size}, "
         f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}{first}",
         f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
         f"{settings.micro_batch_size}",

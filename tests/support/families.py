@@ -1,5 +1,8 @@
-"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s, Qwen2.5s, Ministrals and GPT-OSS of transformers, and names of
+"""Small GPT-Neos, OLMo 3s, OLMoEs, Gemma 3s, Phi-3s, Qwen2.5s, Ministrals and GPT-OSS of transformers, and names of
 parameters there. Used by tests only."""
+
+import re
+from collections import defaultdict
 
 import torch
 import transformers
@@ -31,6 +34,8 @@ MODELS = {
     "gemma3": ("Gemma3Text", "Gemma3", {**GROUPED, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 3,
                                         "query_pre_attn_scalar": 20}),
     "phi3": ("Phi3", "Phi3", {**GROUPED, "sliding_window": 9}),
+    "olmoe": ("Olmoe", "Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0,
+                                 "rope_parameters": PLAIN}),
     "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
                                      "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
@@ -64,7 +69,23 @@ def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> d
         whole = tensor[: config.vocab_size] if name in (config.table_name, config.output_name) else tensor
         prefix = "" if name == config.output_name else architecture.prefix
         parts = architecture.to_stored(whole, name, config)
-        out |= {prefix + plain: t for plain, t in zip(architecture.stored_names(name), parts, strict=True)}
+        out |= {prefix + plain: t for plain, t in zip(architecture.stored_names(name, config), parts, strict=True)}
+    return stacked_experts(out)
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names in files under those of transformers' modules, whose experts are stacks: gate above
+    up, and down."""
+    out, experts = {}, defaultdict[str, dict[int, dict[str, Tensor]]](lambda: defaultdict(dict))
+    for name, tensor in tensors.items():
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
+            experts[found[1]][int(found[2])][found[3]] = tensor
+        else:
+            out[name] = tensor
+    for name, own in experts.items():
+        each = [own[n] for n in range(len(own))]
+        out[f"{name}.gate_up_proj"] = torch.stack([torch.cat([e["gate_proj"], e["up_proj"]]) for e in each])
+        out[f"{name}.down_proj"] = torch.stack([e["down_proj"] for e in each])
     return out
 
 

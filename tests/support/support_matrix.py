@@ -30,7 +30,9 @@ BEGIN, END = "<!-- from the checks of dtgpt -->\n", "<!-- end -->\n"
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "num_heads": 4, "num_layers": 4, "seq_length": 128, "vocab_size": 512, "dropout": 0.0,
 }  # fmt: skip
-SIZES = SMALL | {"num_kv_heads": 4, "head_dim": 64, "ffn_hidden_size": 512, "window": 32}  # of those that have them
+SIZES = SMALL | {  # of those that have them
+    "num_kv_heads": 4, "head_dim": 64, "ffn_hidden_size": 512, "window": 32, "num_experts": 4, "experts_per_token": 2,
+}  # fmt: skip
 
 
 class Task(GrpoConfig):
@@ -134,11 +136,18 @@ def table() -> str:
     together = cells([*OBJECTIVES, *FEATURES], others)
     of_families = cells(MODELS, [*others, *FEATURES, *plans])
     count = sum(len([*filter(None, row)]) for row in of_families.values())
-    refused = sum(cell not in ("", "yes") for row in of_families.values() for cell in row)
+    names = [words for words, _ in (*others, *FEATURES, *plans)]
+    refused = [
+        f"{family} with {words} {found}"
+        for family, row in of_families.items()
+        for words, found in zip(names, row, strict=True)
+        if found not in ("", "yes")
+    ]
     return (
         lines(under_plans, list(PLANS))
         + lines(together, [words for words, _ in others])
-        + f"Families ({', '.join(of_families)}) with each of these: {count} pairs, {refused} refused.\n\n"
+        + f"Families ({', '.join(of_families)}) with each of these: {count} pairs, {len(refused)} refused"
+        + (f": {', '.join(refused)}.\n\n" if refused else ".\n\n")
         + "".join(f"{number}. `{message}`\n" for message, number in notes.items())
     )
 

@@ -24,6 +24,7 @@ from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.families.olmo3 import Olmo3Config
+from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.roles import Role, patterns_of
@@ -42,6 +43,7 @@ MODELS: dict[str, ModelConfig] = {  # what a case's values change
     "olmo3": Olmo3Config(**GROUPED),
     "gemma3_text": Gemma3Config(**GROUPED),
     "gpt_oss": GptOssConfig(**GROUPED),
+    "olmoe": OlmoeConfig(**GROUPED, num_experts=1, experts_per_token=1),
 }
 CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]

@@ -13,11 +13,14 @@ from dtgpt.config.recipe_file import kinds
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.rotary import RotaryConfig, WindowConfig
 from dtgpt.ops.attention.core import Backend, unknown_to
 from dtgpt.ops.random.philox import fold_words
+from dtgpt.util.rules import broken
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
@@ -59,7 +62,8 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     if draws.chance("two plans", 4):
         both = [_plan(Draws(seed, index, "first "), ranks, plans)]
     both.append(plan)
-    architecture = draws.pick("architecture", list(MODELS))
+    fitting = [name for name, model in MODELS.items() if careless or _takes(model, both)]
+    architecture = draws.pick("architecture", fitting)
     stages = max(each.num_stages for each in both)
     layers = draws.between("layers", 1, 4) if careless else stages + draws.below("more layers", 3)
     model = _model(draws, architecture, both, careless)
@@ -82,6 +86,11 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
         table = draws.pick("table", TABLES)
     optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(kinds()))
     return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
+
+
+def _takes(model: ModelConfig, plans: Sequence[Plan]) -> bool:
+    """Return whether a model of this class can have the plans."""
+    return not any(list(broken(model.plan_rules, model, plan=plan)) for plan in plans)
 
 
 def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
@@ -143,6 +152,12 @@ def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: boo
     if isinstance(blank, WindowConfig):
         sizes["window"] = draws.pick("window", (0, 1, 3, 5, 11))
         sizes["window_pattern"] = draws.pick("blocks with a window", ("L", "LG", "GL", "LLG"))
+    if isinstance(blank, ExpertsConfig):
+        sizes["num_experts"] = draws.between("experts", 1, 7)
+        sizes["experts_per_token"] = draws.between("experts of a token", 1, min(4, sizes["num_experts"]))
+    if isinstance(blank, OlmoeConfig):
+        sizes["normalise_weights"] = draws.chance("weights that add up to 1", 2)
+        sizes["clip_qkv"] = draws.pick("limit of queries", (0.0, 0.0, 0.5))
     sizes |= {
         "seq_length": length,
         "vocab_size": vocabulary,

@@ -40,8 +40,8 @@ class Architecture:
     packed: ClassVar[Mapping[str, Sequence[str]]] = {}  # what a module of dtgpt's is there, before `names` are replaced
     transposed = False  # whether matrices lie [in, out]
 
-    def stored_names(self, name: str) -> list[str]:
-        """Return transformers' names of dtgpt's parameter `name`, without `prefix`."""
+    def stored_names(self, name: str, config: Any) -> list[str]:
+        """Return transformers' names of dtgpt's parameter `name` of a model, without `prefix`."""
         packed = next((module for module in self.packed if f".{module}." in name), None)
         found = [name] if packed is None else [name.replace(packed, part) for part in self.packed[packed]]
         for ours, theirs in self.names.items():

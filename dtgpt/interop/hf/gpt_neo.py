@@ -35,7 +35,7 @@ class GPTNeo(Architecture):
     packed: ClassVar[Mapping[str, Sequence[str]]] = {"attn.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")}
 
     def rows_of_group(self, name: str, config: GPTNeoConfig) -> list[int]:
-        return [config.head_dim] * len(self.stored_names(name))
+        return [config.head_dim] * len(self.stored_names(name, config))
 
     def read_config(self, settings: dict[str, Any], path: Path) -> GPTNeoConfig:
         width = whole_number(settings, ("hidden_size",), 2048, path)

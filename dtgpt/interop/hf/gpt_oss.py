@@ -58,10 +58,10 @@ class GptOss(LikeLlama):
     buffers = Architecture.buffers
     names: ClassVar[Mapping[str, str]] = {"attn.core.sinks": "attn.sinks", **LikeLlama.names}
 
-    def stored_names(self, name: str) -> list[str]:
+    def stored_names(self, name: str, config: Any) -> list[str]:
         before, mlp, own = name.rpartition(".mlp.")
         if not mlp:
-            return super().stored_names(name)
+            return super().stored_names(name, config)
         return [before.replace("blocks.", "layers.") + mlp + each for each in EXPERT[own]]
 
     def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:

@@ -36,6 +36,7 @@ from dtgpt.interop.hf.gpt_neo import GPTNeo
 from dtgpt.interop.hf.gpt_oss import GptOss
 from dtgpt.interop.hf.llama import FAMILIES, LLAMA
 from dtgpt.interop.hf.olmo3 import Olmo3
+from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.interop.hf.phi3 import Phi3
 from dtgpt.interop.keys import Key, Keys, among, check_keys, is_off, just, not_here
 from dtgpt.interop.marks import ADAPTER_CONFIG
@@ -64,6 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(FAMILIES, LLAMA),
     "phi3": Phi3(),
     "olmo3": Olmo3(),
+    "olmoe": Olmoe(),
     "gemma3_text": Gemma3(),
     "gpt_oss": GptOss(),
 }
@@ -101,7 +103,8 @@ class HuggingFace(Source):
         self._names = plain_names(files, architecture.prefix, architecture.buffers, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
-        (table,), (output,) = map(architecture.stored_names, (self.config.table_name, self.config.output_name))
+        ends = self.config.table_name, self.config.output_name
+        (table,), (output,) = (architecture.stored_names(name, self.config) for name in ends)
         saved_output = shapes.pop(output, None) if self.config.tied else None
         if saved_output and table not in shapes:  # the tied table was saved under its other name
             shapes[table] = saved_output
@@ -112,7 +115,7 @@ class HuggingFace(Source):
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.kind]
-        names = architecture.stored_names(name)
+        names = architecture.stored_names(name, self.config)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
         if has_vocabulary(name, self.config):
             return as_parameter(stored[0], name, self.config, part)
@@ -157,7 +160,7 @@ def _to_stored(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield plain name and tensor of what transformers has for dtgpt's parameter `name`."""
     true = whole[: config.vocab_size] if has_vocabulary(name, config) else whole
-    return zip(architecture.stored_names(name), architecture.to_stored(true, name, config), strict=True)
+    return zip(architecture.stored_names(name, config), architecture.to_stored(true, name, config), strict=True)
 
 
 def _stored_shapes(config: ModelConfig, architecture: Architecture) -> Iterator[tuple[str, Shape]]:

@@ -93,7 +93,7 @@ class Peft:
             stored = architecture.to_stored(torch.empty(parameter.shape, device="meta"), parameter.name, config)
             if any(t.dim() != 2 for t in stored):  # of experts, whose adapters have another form
                 continue
-            plain = architecture.stored_names(parameter.name)
+            plain = architecture.stored_names(parameter.name, config)
             found = [
                 (f"{OUTER}{architecture.prefix}{name}".removesuffix(".weight"), tuple(t.shape))
                 for name, t in zip(plain, stored, strict=True)
@@ -180,7 +180,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     patterns: dict[str, int] = {}  # rank by the last part of a module's name
     for name, parameter in adapter.weights.items():
         a, b = adapter.factors(name)
-        count, plain = len(a) // rank, architecture.stored_names(name)
+        count, plain = len(a) // rank, architecture.stored_names(name, config)
         if len(plain) == 1:  # one matrix there, whose rank is the sum
             b = spread(b, matrix_of_rows(parameter, config), count)
         stored = architecture.to_stored(b, name, config)

@@ -5,6 +5,7 @@ from dtgpt.util.seams import Capability
 CAPABILITY = Capability(
     architectures={
         "gpt_neo": "dtgpt.models.families.gpt_neo:GPTNeoConfig",
+        "olmoe": "dtgpt.models.families.olmoe:OlmoeConfig",
         "olmo3": "dtgpt.models.families.olmo3:Olmo3Config",
         "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",
         "gpt_oss": "dtgpt.models.families.gpt_oss:GptOssConfig",

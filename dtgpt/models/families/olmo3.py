@@ -98,14 +98,14 @@ class Block(BoundModule):
 
     def compute(self, x: Tensor, context: Context) -> Tensor:
         keys = context.dropout_keys
-        x = add(x, Branch(self.norm_1(self.attn(x, context)), None), self.drop_1.site(keys))
+        x = add(x, Branch(self.norm_1(self.attn(x, context).product), None), self.drop_1.site(keys))
         return add(x, Branch(self.norm_2(self.mlp(x).product), None), self.drop_2.site(keys))
 
 
 class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`; QKV as in LLaMA."""
 
-    def __init__(self, config: Olmo3Config, window: int | None, rotation: Rotation):
+    def __init__(self, config: RotaryConfig, window: int | None, rotation: Rotation):
         super().__init__()
         self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
         self.rotation, self.num_positions = rotation, config.seq_length
@@ -116,13 +116,17 @@ class Attention(nn.Module):
         self.core = AttentionCore(window=window)
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Branch:
         q, k, v = split_heads(
             rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
         )
-        q, k = (norm(heads.flatten(-2)) for norm, heads in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = self.normed(q.flatten(-2), k.flatten(-2), v)
         queries = q.unflatten(-1, (k.shape[-1] // self.head_dim, -1, self.head_dim))
         packed = torch.cat([queries, k.unflatten(-1, (-1, 1, self.head_dim)), v.unsqueeze(3)], dim=3)
         q, k, v = rotary_qkv(packed, context.positions, self.rotation, self.num_positions)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
-        return self.proj(heads.flatten(-2))
+        return Branch(self.proj(heads.flatten(-2)), None)
+
+    def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return what q `[B, T, N D]`, k `[B, T, G D]` and v are before the rotation."""
+        return self.q_norm(q), self.k_norm(k), v

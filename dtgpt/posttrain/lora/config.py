@@ -1,11 +1,12 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.inventory import Parameter
-from dtgpt.models.roles import Role
+from dtgpt.models.roles import Role, patterns_of
+from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
@@ -76,6 +77,13 @@ class LoraConfig(Section):
         "row (outputs of attention and MLP)",
         Pattern(f"({NAMES})(,({NAMES}))*", f"is not known; use some of {','.join(TARGETS)}"),
     ] = ",".join(TARGETS)
+
+    def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
+        if self.rank and patterns_of(Role.ROUTER, recipe.model.roles):
+            raise UserError(
+                f"lora.rank={self.rank}, but experts have no adapters yet; train all weights with --lora.rank 0"
+            )
 
     @property
     def roles(self) -> set[Role]:

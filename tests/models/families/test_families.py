@@ -1,4 +1,4 @@
-"""Families whose layers differ (GPT-Neo, OLMo 3, Gemma 3, GPT-OSS, Phi-3, Qwen2.5) against transformers.
+"""Families whose layers differ (GPT-Neo, OLMo 3, OLMoE, Gemma 3, GPT-OSS, Phi-3, Qwen2.5) against transformers.
 
 `tests/promises/test_pairs.py` holds their plans against one process.
 """
@@ -68,7 +68,7 @@ def test_logits_loss_and_every_gradient_agree_with_transformers(twins, family):
     check_gradients(family, model, twin)
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss", "olmoe"])
 def test_15_steps_agree_with_transformers_and_torch_adamw(recipe, twins, family):
     """Weight decay of matrices alone, clipping and warmup; accumulation over two micro-batches here."""
     template, folder = twins(family)
@@ -97,7 +97,7 @@ def test_15_steps_agree_with_transformers_and_torch_adamw(recipe, twins, family)
         assert loss == pytest.approx(their_loss.item(), rel=TOLERANCE), step
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss", "qwen2", "olmoe"])
 def test_greedy_texts_are_those_of_transformers(twins, family):
     twin, folder = twins(family)
     prompt = [5, 3, 8, 130, 2, 77, 9, 9]

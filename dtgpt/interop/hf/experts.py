@@ -1,0 +1,51 @@
+"""Experts as transformers stores them: each has its own gate, up and down there, which are stacks of matrices here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dtgpt.interop.hf.architecture import joined, separated
+from dtgpt.interop.hf.llama import LikeLlama
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.source import Part
+
+
+class LikeMixture(LikeLlama):
+    """What families have in common whose experts are stored so. stacks: what the matrices of a stack are called there;
+    `{}` is the number of the expert."""
+
+    names: ClassVar[Mapping[str, str]] = {**LikeLlama.names, "mlp.router": "mlp.gate"}
+    stacks: ClassVar[Mapping[str, Sequence[str]]] = {
+        "mlp.experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts.down": ("mlp.experts.{}.down_proj",),
+    }
+
+    def _stack_of(self, name: str) -> str | None:
+        """Return which of `stacks` a parameter is; None: none of them."""
+        return next((stack for stack in self.stacks if f".{stack}." in name), None)
+
+    def stored_names(self, name: str, config: Any) -> list[str]:
+        stack = self._stack_of(name)
+        if stack is None:
+            return super().stored_names(name, config)
+        own = (name.replace(stack, each.format(n)) for n in range(config.num_experts) for each in self.stacks[stack])
+        return [each.replace("blocks.", "layers.") for each in own]
+
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+        stack = self._stack_of(name)
+        if stack is None:
+            return super().from_stored(stored, name, config, part)
+        each = len(self.stacks[stack])  # matrices of an expert, whose rows alternate here
+        experts, inside = (range(len(stored) // each), None) if part is None else (part[0], part[1:])
+        own = (stored[n * each : (n + 1) * each] for n in experts or range(1))  # of a rank without experts: the shape
+        made = torch.stack([joined(matrices, [1] * each, inside) for matrices in own])
+        return made[: len(experts)]
+
+    def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
+        stack = self._stack_of(name)
+        if stack is None:
+            return super().to_stored(whole, name, config)
+        rows = [1] * len(self.stacks[stack])
+        return [matrix for expert in whole for matrix in separated(expert, rows)]

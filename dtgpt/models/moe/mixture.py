@@ -1,0 +1,140 @@
+"""The MLP of a block as a mixture of experts (Shazeer et al. 2017; Fedus et al. 2021): a router chooses a few of E
+experts for each token, whose outputs are added with the router's weights.
+
+Shapes: B samples, T positions, H hidden size, E experts, k of each token, F width of an expert, M = B T k rows.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
+from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.ops.activations import GATED
+from dtgpt.ops.experts.products import grouped_linear
+from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
+from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
+
+
+class Balance(Protocol):
+    """What keeps the experts of a router evenly used; a capability gives it to a `Router`.
+
+    correction: fp32 `[E]`, in place of the router's own where the router has one; None: its own.
+    """
+
+    correction: Tensor | None
+
+    def watch(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Return the logits `[B, T, E]`, of which `experts` int64 `[B, T, k]` were chosen; their gradient may get
+        addends. Called in each forward pass, also where backward runs it again: what is counted is counted in backward,
+        which runs once for each micro-batch, and not in evaluation."""
+
+
+class Correction(nn.Module):
+    """What is added to the scores of a router for the choice, fp32 `[E]` also where other weights have 16 bits: its
+    steps are smaller than theirs. No gradient changes it."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(count, dtype=torch.float32))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Correction":
+        """Let a cast of the model change the device alone."""
+        return super()._apply(lambda x: made if (made := fn(x)).dtype == x.dtype else made.to(x.dtype), recurse)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the logits, of which this is a part whose gradient is zero: every parameter has one."""
+        return logits + 0 * self.bias.to(logits.dtype)
+
+
+class Router(nn.Module):
+    """x `[B, T, H]` -> the experts of each token and their weights, `[B, T, k]`."""
+
+    balance: Balance | None = None  # set before the first step
+
+    def __init__(self, config: ExpertsConfig):
+        super().__init__()
+        self.rule = config.routing
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.expert_biases else None
+        self.correction = Correction(config.num_experts) if config.corrects_choice else None
+
+    def forward(self, x: Tensor) -> Choice:
+        logits, correction = router_logits(x, self.weight, self.bias), None
+        if self.correction is not None:
+            logits, correction = self.correction(logits), self.correction.bias.detach()
+        if self.balance is not None and self.balance.correction is not None:
+            correction = self.balance.correction
+        experts = choose(logits, self.rule, correction)
+        if self.balance is not None:
+            logits = self.balance.watch(logits, experts)
+        return Choice(experts, weigh(logits, experts, self.rule))
+
+
+class Stack(nn.Module):
+    """A linear map of each expert, `[E, out, in]`: rows x `[M, in]` -> `[M, out]`."""
+
+    def __init__(self, count: int, columns: int, rows: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, rows, columns))
+        self.bias = nn.Parameter(torch.empty(count, rows)) if bias else None
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """ends: int32 `[E]`, the row behind the last one of each expert."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return grouped_linear(x, self.weight.to(x.dtype), bias, ends)
+
+
+class Experts(nn.Module):
+    """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
+    choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
+
+    def __init__(self, config: ExpertsConfig):
+        super().__init__()
+        count, bias = config.num_experts, config.expert_biases
+        self.count, self.activation = count, GATED[config.activation]
+        self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
+        self.down = Stack(count, config.expert_size, config.hidden_size, bias)
+
+    def forward(self, x: Tensor, choice: Choice) -> Tensor:
+        tokens = x.flatten(0, -2)
+        order = sorted_rows(choice.experts.flatten(0, -2), self.count)
+        rows = self.activation(self.gate_up(gathered(tokens, order), order.ends))
+        made = self.down(rows, order.ends)
+        return summed(made, choice.weights.flatten(0, -2), order).view_as(x)
+
+
+class Shared(nn.Module):
+    """The MLP that every token goes through, `[B, T, H]` -> `[B, T, H]`."""
+
+    def __init__(self, config: ExpertsConfig):
+        super().__init__()
+        self.activation = GATED[config.activation]
+        self.gate_up = Linear(config.hidden_size, 2 * config.shared_size, bias=False)
+        self.down = DeferredBiasLinear(config.shared_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.gate_up, self.down, self.activation)
+
+
+class Mixture(nn.Module):
+    """The MLP of a block, `[B, T, H]` -> `[B, T, H]`: the experts of each token, and what all tokens share."""
+
+    def __init__(self, config: ExpertsConfig):
+        super().__init__()
+        self.router, self.experts = Router(config), Experts(config)
+        self.shared = Shared(config) if config.shared_size else None
+        self.shared_gate = Linear(config.hidden_size, 1, bias=False) if config.gates_shared else None
+
+    def forward(self, x: Tensor) -> Branch:
+        total = self.experts(x, self.router(x))
+        if self.shared is not None:
+            own = self.shared(x)
+            total = total + (own if self.shared_gate is None else own * self.shared_gate(x).sigmoid())
+        return Branch(total, None)
+
+
+def routers(module: nn.Module) -> list[Router]:
+    """Return the routers in a module, in the order of blocks."""
+    return [each for each in module.modules() if isinstance(each, Router)]

@@ -1,0 +1,91 @@
+"""Products of rows with the matrices of their experts: a grouped product, of which `linear` is the one with one group.
+
+Rows lie by expert, and the last one ends where the rows do: nothing behind it is read or left as it was. An expert
+without rows takes no time, and its weights are not read. Sharding rule: rows may be sharded between tokens, each rank
+with ends of its own; the gradient of the weights is then an addend on each.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.ops.serve import Operation
+
+
+def grouped_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return x w^T `[M, out]`, each row by the matrix of its expert, in plain torch: the test oracle. Reads the
+    host."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([F.linear(rows, own) for rows, own in zip(x.split(sizes), weight.unbind(0), strict=True)])
+
+
+def masked_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the same by all products of all rows, with static shapes: the host reads nothing."""
+    experts = experts_of_rows(x, ends)[:, None]
+    total = x.new_zeros(len(x), weight.shape[1])
+    for expert, own in enumerate(weight.unbind(0)):
+        total = torch.where(experts == expert, F.linear(x, own), total)
+    return total
+
+
+def experts_of_rows(x: Tensor, ends: Tensor) -> Tensor:
+    """Return the expert of each row of x, int64 `[M]`."""
+    return torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
+
+
+# x [M, in], weight [E, out, in] of one dtype, ends int32 [E] with ends[-1] = M: x[r] w[e]^T for each row r of expert e.
+grouped_product = Operation("grouped_product", grouped_reference, "x[r] w[e]^T for the rows r of each expert e")
+
+
+# The same as one op for compilers, which cannot look into what the host reads.
+product_op = torch.library.custom_op("dtgpt::grouped_product", grouped_reference, mutates_args=(), device_types="cpu")
+product_op.register_fake(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
+
+
+@torch.library.custom_op("dtgpt::grouped_outer", mutates_args=(), device_types="cpu")
+def outer_op(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return dweight `[E, out, in]`: of each expert the sum over its rows of dy `[M, out]` times x `[M, in]`."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.stack([left.t() @ right for left, right in zip(dy.split(sizes), x.split(sizes), strict=True)])
+
+
+outer_op.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    wants_x, wants_weight, _ = ctx.needs_input_grad
+    dx = product_op(grad, weight.mT, ends) if wants_x else None
+    return dx, outer_op(grad, x, ends) if wants_weight else None, None
+
+
+product_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Return x w^T + bias `[M, out]` in x's dtype, for x `[M, in]`, weight `[E, out, in]` and bias `[E, out]` or None.
+
+    ends: int32 `[E]`, the row behind the last one of each expert; that of the last expert is M. Raises ValueError where
+    shapes do not fit.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and ends {tuple(ends.shape)} do not fit; they need to "
+            "be [M, in], [E, out, in] and [E]"
+        )
+    apart = x.is_cpu and torch.compiler.is_compiling()
+    made = product_op(x, weight, ends) if apart else grouped_product(x, weight, ends)
+    return made if bias is None else made + biases_of_rows(bias, x, ends)
+
+
+def biases_of_rows(bias: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the bias `[M, out]` of each row of x, of biases `[E, out]`. As a product with zeros and ones it is exact,
+    and its gradient adds rows without atomic additions, as that of an index would."""
+    known = torch.arange(len(bias), device=x.device)
+    return (experts_of_rows(x, ends)[:, None] == known).to(x.dtype) @ bias

@@ -1,0 +1,123 @@
+"""Rows of tokens in the order of experts, and the way back.
+
+A token is a row for each of its experts. Rows are sorted by (expert, token), so that each expert's lie together, in an
+order that follows from the choice alone. On the way back a token adds its rows, times their weights, in the order of
+its slots, in fp32, rounded once. Nothing here adds in an order that could change: no atomic additions, forward or
+backward. All shapes follow from those of the inputs, and the host reads nothing. Sharding rule: tokens may be sharded.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.attention.shared import SUM_ROWS, sum_rows
+from dtgpt.ops.serve import Operation, plain_on_cpu
+
+
+class Order(NamedTuple):
+    """Where M = N k rows are that N tokens have in k slots."""
+
+    tokens: Tensor  # int64 [M]: the token of each row
+    slots: Tensor  # int64 [M]: the slot of each row among all N k
+    places: Tensor  # int64 [N, k]: the row of each slot
+    ends: Tensor  # int32 [E]: the row behind the last one of each expert
+
+
+def sorted_rows(experts: Tensor, count: int) -> Order:
+    """Return the order of rows by (expert, token) for experts int64 `[N, k]` of `count`, each once in a row."""
+    flat = experts.flatten()
+    by_expert, slots = flat.sort(stable=True)
+    rows = torch.arange(len(flat), device=flat.device)
+    places = torch.empty_like(slots).scatter_(0, slots, rows).view(experts.shape)
+    known = torch.arange(count, device=flat.device)
+    ends = torch.searchsorted(by_expert, known, right=True, out_int32=True)
+    return Order(slots.div(experts.shape[1], rounding_mode="floor"), slots, places, ends)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of tokens, in whose gradients each token adds those of its rows in the order of slots."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.save_for_backward(order.places)
+        return x.index_select(0, order.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return _sum_rows(grad.contiguous(), places), None
+
+
+def gathered(x: Tensor, order: Order) -> Tensor:
+    """Return the rows `[M, H]` of tokens x `[N, H]`."""
+    return _Gathered.apply(x, order)
+
+
+def _weighted(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    wide = torch.promote_types(y.dtype, weights.dtype)
+    total = torch.zeros(len(places), y.shape[1], dtype=wide, device=y.device)
+    for slot in range(places.shape[1]):
+        total = total + weights[:, slot, None] * y.index_select(0, places[:, slot]).to(wide)
+    return total.to(y.dtype)
+
+
+def _weighted_gradients(
+    grad: Tensor, y: Tensor, weights: Tensor, places: Tensor, tokens: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(y.dtype, weights.dtype)
+    dy = (weights.flatten()[slots, None] * grad.index_select(0, tokens).to(wide)).to(y.dtype)
+    products = ((grad.to(wide) * y.index_select(0, column).to(wide)).sum(-1) for column in places.unbind(1))
+    return dy, torch.stack(list(products), 1).to(weights.dtype)
+
+
+WEIGHTED_ROWS = Operation("weighted_rows", _weighted, "y[t] = the sum over j of w[t, j] x[places[t, j]]")
+WEIGHTED_ROWS_GRADIENTS = Operation(
+    "weighted_rows_gradients", _weighted_gradients, "w[t, j] dy[t], and the product of dy[t] and x[places[t, j]]"
+)
+
+
+@torch.library.custom_op("dtgpt::weighted_rows", mutates_args=())
+def _weighted_op(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    return WEIGHTED_ROWS(y, weights, places)
+
+
+@_weighted_op.register_fake
+def _(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    return y.new_empty(len(places), y.shape[1])
+
+
+@torch.library.custom_op("dtgpt::weighted_rows_gradients", mutates_args=())
+def _gradients_op(
+    grad: Tensor, y: Tensor, weights: Tensor, places: Tensor, tokens: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    return WEIGHTED_ROWS_GRADIENTS(grad, y, weights, places, tokens, slots)
+
+
+@_gradients_op.register_fake
+def _(grad: Tensor, y: Tensor, weights: Tensor, places: Tensor, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+# y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]` times row of y `[M, H]`, in y's dtype.
+weighted_rows = plain_on_cpu(WEIGHTED_ROWS, _weighted_op)
+# grad, y, weights, places, tokens, slots: the gradients of y and of the weights.
+weighted_rows_gradients = plain_on_cpu(WEIGHTED_ROWS_GRADIENTS, _gradients_op)
+_sum_rows = plain_on_cpu(SUM_ROWS, sum_rows)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.save_for_backward(y, weights, order.places, order.tokens, order.slots)
+        return weighted_rows(y, weights, order.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return *weighted_rows_gradients(grad.contiguous(), *ctx.saved_tensors), None
+
+
+def summed(y: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """Return for each token `[N, H]` the sum of its rows of y `[M, H]`, times weights `[N, k]`, in the order of its
+    slots."""
+    return _Summed.apply(y, weights, order)

@@ -1,0 +1,65 @@
+"""What serves products of experts' rows, and the sums of a token's rows.
+
+In bf16 on Hopper GPUs the products are PyTorch's own `_grouped_mm`, of which autograd knows the gradients; elsewhere a
+Triton kernel each way. Both sum K in one chain, so that a row's bits do not depend on the rows beside it, and gradients
+of weights sum an expert's rows in their order.
+"""
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.experts.products import masked_product, outer_op, product_op
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, takes_custom_op, why_below, why_no_triton
+from dtgpt.ops.serve import Kernel
+from dtgpt.util.shared.gpu_limits import HOPPER
+
+ALIGNED = 8  # elements of bf16 in the 16 bytes at whose multiples rows have to begin
+SERVED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def expert_kernels():
+    from dtgpt.ops.kernels import expert_kernels  # imported on first use, since it needs Triton
+
+    return expert_kernels
+
+
+def _takes_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
+    sizes = x.shape[1] % ALIGNED == weight.shape[1] % ALIGNED == 0
+    return x.dtype == torch.bfloat16 and sizes and (x.is_meta or has_hopper(x.device)) and len(x) > 0
+
+
+def _by_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, weight.mT, offs=ends)
+
+
+product_op.register_kernel("cuda", lambda x, weight, ends: expert_kernels().grouped_product(x, weight, ends))
+outer_op.register_kernel("cuda", lambda dy, x, ends: expert_kernels().grouped_outer(dy, x, ends))
+
+
+def _takes_product(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
+    return x.dtype in SERVED and takes_custom_op(x, has_parameters=True)
+
+
+def _why_no_grouped_mm(device: torch.device) -> str | None:
+    return why_below(HOPPER, device)
+
+
+GROUPED_PRODUCT = (
+    Kernel(
+        "PyTorch's _grouped_mm",
+        _takes_grouped_mm,
+        _by_grouped_mm,
+        _why_no_grouped_mm,
+        f"in bf16, of widths that are multiples of {ALIGNED}",
+    ),
+    Kernel("Triton", _takes_product, product_op, why_no_triton, "in other types or widths"),
+    Kernel(
+        "PyTorch, all rows by each expert",
+        lambda x, weight, ends: not x.is_cpu,
+        masked_product,
+        lambda device: None if device.type == "cuda" else "it runs on GPUs",
+        "of what Triton does not take, such as a schedule that splits backward in other types than bf16",
+    ),
+)
+WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given)),)
+WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given)),)
