@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.ops.activations import GATED
+from dtgpt.ops.activations import activation
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
@@ -93,7 +93,7 @@ class Experts(nn.Module):
     def __init__(self, config: ExpertsConfig):
         super().__init__()
         count, bias = config.num_experts, config.expert_biases
-        self.count, self.activation = count, GATED[config.activation]
+        self.count, self.activation = count, activation(config.activation, gated=True)
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
@@ -110,7 +110,7 @@ class Shared(nn.Module):
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
-        self.activation = GATED[config.activation]
+        self.activation = activation(config.activation, gated=True)
         self.gate_up = Linear(config.hidden_size, 2 * config.shared_size, bias=False)
         self.down = DeferredBiasLinear(config.shared_size, config.hidden_size, bias=False)
 

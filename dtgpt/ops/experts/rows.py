@@ -6,13 +6,14 @@ its slots, in fp32, rounded once. Nothing here adds in an order that could chang
 backward. All shapes follow from those of the inputs, and the host reads nothing. Sharding rule: tokens may be sharded.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.shared import SUM_ROWS, sum_rows
-from dtgpt.ops.serve import Operation, plain_on_cpu
+from dtgpt.ops.serve import Operation
 
 
 class Order(NamedTuple):
@@ -97,6 +98,17 @@ def _gradients_op(
 @_gradients_op.register_fake
 def _(grad: Tensor, y: Tensor, weights: Tensor, places: Tensor, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(weights)
+
+
+def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a custom op, but in eager execution on a CPU the function that it is made of: at the first call
+    of an op that is written in Python, torch imports its compiler, which takes a second."""
+
+    def call(x: Tensor, *more: Any) -> Any:
+        is_op = x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling()
+        return op(x, *more) if is_op else function(x, *more)
+
+    return call
 
 
 # y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]` times row of y `[M, H]`, in y's dtype.
