@@ -2,9 +2,12 @@
 
 from dtgpt.inference.commands import known_commands
 from dtgpt.inference.scores.prompts import read_and_score
-from tests.inference.test_commands import sent_and_received
+from tests.inference.test_commands import tell
+from tests.support.ranks import pool
 
 
-def test_the_command_comes_back_from_its_numbers_and_is_known_to_all_ranks():
-    assert sent_and_received(read_and_score, 2, 0, [9, 8], 5) == [2, 0, [9, 8], 5]
+def test_the_command_arrives_as_it_was_sent_and_is_known_to_all_ranks():
+    index, given = known_commands().index(read_and_score), [2, 0, [9, 8], 5]
+    _, *found = pool().run(3, tell, 3, index, given)
+    assert found == [(index, given)] * 2
     assert known_commands()[-1] is read_and_score

@@ -10,7 +10,6 @@ import torch
 import dtgpt
 from dtgpt.inference.options import Options
 from dtgpt.inference.step import exact_bits
-from dtgpt.models.decoder import build_model
 from dtgpt.models.moe.mixture import Experts, routers
 from dtgpt.ops.experts.routing import choose
 from dtgpt.ops.random.philox import root_key
@@ -20,6 +19,7 @@ from tests.support import bodies_engine as bodies
 from tests.support.families import their_model
 from tests.support.ranks import pool
 from tests.support.requests import make_request
+from tests.support.whole_model import build_model
 
 LENGTH, NEW = 128, 100
 PROMPT = [5, 3, 8, 130, 2, 77, 9, 9]
