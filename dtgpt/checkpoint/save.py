@@ -111,7 +111,7 @@ class Saver:
         UserError, on all ranks, where the folder cannot be made. What fails later is a warning; where the checkpoint
         `must` be, this waits for it, and raises UserError on all ranks."""
         begin = time.monotonic()
-        self.wait()
+        self.wait()  # one at a time: the next one is copied into the memory from which the last one is written
         if time.monotonic() - begin > LONG:
             waited = f"training waited {time.monotonic() - begin:.0f} s until the checkpoint before was written"
             say(f"{waited}; raise --checkpoint.interval or --checkpoint.minutes", warning=True)
@@ -222,7 +222,7 @@ class Saver:
             try:
                 for file in self._files:
                     file.copy()
-            finally:
+            finally:  # also where a copy fails: training waits for it
                 copied.set()
         else:
             copied.synchronize()
