@@ -163,13 +163,13 @@ class Bucket:
         """Add what a backward pass left on the parameters; after the last pass, begin the sum over the replicas."""
         gradients = [local_gradient(p) for p in self.parameters]
         with torch.no_grad():
-            if self._accumulator is None:
+            if self._accumulator is None:  # of a single pass, whose gradients are sent in their own 16 bits
                 torch._foreach_copy_(self._totals, gradients)
             elif self.done:
                 self._accumulator.add(gradients)
             else:
                 self._accumulator.store(gradients)
-        for parameter in self.parameters:
+        for parameter in self.parameters:  # or autograd would add the next pass to it
             parameter.grad = None
         self.done += 1
         if self.done == self.passes:

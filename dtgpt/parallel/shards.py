@@ -141,10 +141,11 @@ class Shards:
     def take_gradients(self) -> None:
         """Collect the gradients that the passes left: summed over all replicas, over tp where the ranks hold addends,
         and over the stages that hold the tied table."""
+        # Over replicas first, since these sums have been under way since backward.
         self.gradients = self.sums.totals(self.parameters)
         if self.mesh.tp_group is not None and self._partial:
             parts = [self.gradients[i] for i in self._partial]
-            whole = torch.cat([part.flatten().to(self.sums.total) for part in parts])
+            whole = torch.cat([part.flatten().to(self.sums.total) for part in parts])  # small ones, in one message
             dist.all_reduce(whole, group=self.mesh.tp_group)
             for part, piece in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
                 part.copy_(piece.view_as(part))

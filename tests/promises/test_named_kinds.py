@@ -2,14 +2,19 @@
 
 import subprocess
 import sys
+from importlib import import_module
+from pkgutil import walk_packages
+from types import ModuleType
 
 import pytest
 
+import dtgpt.models
+import dtgpt.optim
 from dtgpt.config.recipe_file import kinds
-from dtgpt.models.config import architectures, class_of
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.config import ModelConfig, architectures, class_of
 from dtgpt.util.seams import load
 
-OTHERS = ["gemma3", "gpt_neo", "gpt_oss", "olmo3", "olmoe", "track3"]
 PROGRAM = """
 import sys
 import dtgpt.train.loop
@@ -17,10 +22,32 @@ print(*(name for name in sys.modules if name.startswith(("dtgpt.models.", "dtgpt
 """
 
 
-def test_a_name_is_that_of_its_class():
-    assert all(load(part).kind == kind for kind, part in kinds().items())
-    assert all(load(part).architecture == name for name, part in architectures().items())
-    assert len(architectures()) == 2 + len(OTHERS) and kinds().keys() == {"adamw", "muon", "normuon"}
+def classes_in(package: ModuleType, base: type, name: str) -> list[type]:
+    """Return the classes of a package that derive from `base` and give themselves another name than their base has."""
+    modules = [import_module(found.name) for found in walk_packages(package.__path__, f"{package.__name__}.")]
+    own = [(value, module.__name__) for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return [
+        kind
+        for kind, module in own
+        if issubclass(kind, base) and kind.__module__ == module and isinstance(vars(kind).get(name), str)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "base", "name", "known", "least"),
+    [
+        (dtgpt.models, ModelConfig, "architecture", architectures(), {"gpt2", "llama", "olmo3"}),
+        (dtgpt.optim, OptimizerConfig, "kind", kinds(), {"muon", "normuon"}),
+    ],
+)
+def test_each_family_and_optimizer_is_known_by_its_name(package, base, name, known, least):
+    found = {getattr(kind, name): kind for kind in classes_in(package, base, name)}
+    assert found.keys() >= least  # or nothing would be looked at
+    assert {each: load(known[each]) for each in found} == found
+    assert all(getattr(load(part), name) == each for each, part in known.items())
+
+
+def test_a_name_that_no_class_has_is_none_of_dtgpts():
     assert class_of("unknown") is None
 
 

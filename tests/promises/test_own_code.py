@@ -11,14 +11,20 @@ import torch
 import dtgpt
 from dtgpt.checkpoint.manifest import Checkpoint, read_state, step_folder
 from dtgpt.checkpoint.open import open_source
-from dtgpt.commands import compare, convert, eval, inspect, lm_eval, plan, train
+from dtgpt.commands import train
 from dtgpt.commands.generate import command as generate_command
+from dtgpt.compare import command as compare
 from dtgpt.config.recipe_file import call_recipe, load_module
+from dtgpt.evaluation import command as eval
+from dtgpt.evaluation import harness_command as lm_eval
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.inference.kernels.stages import parts_of
 from dtgpt.inference.kernels.weights import decode_weights
+from dtgpt.interop import convert
+from dtgpt.interop import inspect_command as inspect
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.planning import command as plan
 from dtgpt.posttrain.chats.command import command as chat_command
 from dtgpt.serve.command import command as serve_command
 from dtgpt.train.start import load_recipe
