@@ -106,6 +106,7 @@ class Capability:
     step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
+    watches: tuple[str, ...] = ()  # begun as the program begins, before it knows its command: called without arguments
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
