@@ -7,6 +7,7 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
+    ("dtgpt.config.rampup", ()),
     ("dtgpt.commands.option_help", ()),
     ("dtgpt.run.differences", ()),
     ("dtgpt.train.texts", ()),
@@ -70,6 +71,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.compare",
         (
             "dtgpt.charts",
+            "dtgpt.config.rampup",
             "dtgpt.data.prepare",
             "dtgpt.models.families",
             "dtgpt.optim.fp8",

@@ -60,18 +60,6 @@ RULES: Rules = (
         Is("plan", "!=", AUTO),  # which chooses the micro-batch size, too
     ),
     Rule(
-        "rampup_batch_size={rampup_batch_size!r} does not lead to global_batch_size={global_batch_size}; START must be "
-        "below it, and INCREMENT divide the difference, as in '32 32 100000' for 256",
-        Given("ramp"),
-        Missing("ramp.reaches_whole"),
-    ),
-    Rule(
-        f"rampup_batch_size={{rampup_batch_size!r}} takes more than {MOST_STEPS} steps to reach "
-        "global_batch_size={global_batch_size}; use fewer SAMPLES",
-        Given("ramp"),
-        Is("ramp.steps", ">", MOST_STEPS),
-    ),
-    Rule(
         "train_samples={train_samples} does not fill one step; use {global_batch_size} or more",
         Given("train_samples"),
         Is("num_steps", "==", 0),

@@ -84,6 +84,7 @@ class Capability:
 
     public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
+    rampups: tuple[str, ...] = ()  # of a recipe's batch size: a class that derives from `schedule.BatchSizes`
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
     option_help: tuple[str, ...] = ()  # what `--help` says of options: `commands.option_help.text.describe`
