@@ -232,11 +232,6 @@ class Recipe:
         )
 
     @property
-    def nearest_batch(self) -> int:
-        """The global batch size below this one that micro-batches fill; at least one micro-batch."""
-        return self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
-
-    @property
     def schedule_ends_with_run(self) -> bool:
         """Whether the warmup may be as long as the schedule, since the run ends with both."""
         ends_with_samples = self.counts_samples or self.schedule.end == self.num_steps

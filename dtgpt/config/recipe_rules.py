@@ -6,6 +6,8 @@ and yet not what a user may expect. `Recipe` asks the tables; a plan checks by i
 (`dtgpt.config.plan`).
 """
 
+import math
+
 from dtgpt.config.plan_choice import AUTO
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import duration, parameters
@@ -55,9 +57,12 @@ RULES: Rules = (
     ),
     Rule(
         "global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size}; use "
-        "--global_batch_size {nearest_batch} or a micro_batch_size that divides it",
+        "--global_batch_size {remedy} or a micro_batch_size that divides it",
         Is("global_batch_size", "is no multiple of", Other("micro_batch_size")),
         Is("plan", "!=", AUTO),  # which chooses the micro-batch size, too
+        remedy=lambda run: str(
+            run.global_batch_size // run.micro_batch_size * run.micro_batch_size or run.micro_batch_size
+        ),
     ),
     Rule(
         "train_samples={train_samples} does not fill one step; use {global_batch_size} or more",
@@ -96,10 +101,11 @@ RULES: Rules = (
     Rule(
         "the warmup of {schedule.warmup} {schedule.unit} ends inside the decay of wsd, which begins at "
         "{schedule.decay_begin:g} of {schedule.end} (optimizer.wsd_decay={optimizer.wsd_decay}), so the learning rate "
-        "would jump; warm up for {schedule.longest_warmup} or fewer, or lower optimizer.wsd_decay",
+        "would jump; warm up for {remedy} or fewer, or lower optimizer.wsd_decay",
         Is("optimizer.schedule", "==", "wsd"),
         Is("schedule.warmup", ">", Other("schedule.decay_begin")),
         Is("schedule.warmup", "<", Other("schedule.end")),
+        remedy=lambda run: str(math.floor(run.schedule.decay_begin)),
     ),
 )
 

@@ -69,11 +69,6 @@ class Schedule:
         """Where the decay of wsd begins."""
         return self.end - self.wsd_decay * self.end
 
-    @property
-    def longest_warmup(self) -> int:
-        """The longest warmup that ends before the decay of wsd."""
-        return math.floor(self.decay_begin)
-
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""
         if before < self.warmup:  # by what is done after the step, so that the first one learns, too

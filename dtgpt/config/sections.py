@@ -180,11 +180,6 @@ class DataConfig:
     held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
 
 
-def tenth_of_lr(config: "OptimizerConfig") -> str:
-    """Return the usual `min_lr`, as it is written."""
-    return f"{config.lr / 10:.3g}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
@@ -207,7 +202,7 @@ class OptimizerConfig:
             "(a tenth of lr is usual), or a higher lr",
             Is("min_lr", ">", Other("lr")),
             Is("schedule", "!=", "constant"),
-            remedy=tenth_of_lr,
+            remedy=lambda optimizer: f"{optimizer.lr / 10:.3g}",
         ),
     )
 

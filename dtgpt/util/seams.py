@@ -138,6 +138,7 @@ class Capability:
     options: tuple[str, ...] = ()  # of a prompt: a class that derives from `inference.base_options.BaseOptions`
     exact_bits: tuple[str, ...] = ()  # of training's forward pass: an `inference.step.ExactBits`
     rank_steps: tuple[str, ...] = ()  # of generation: a class that derives from `inference.step.Step`, with `serves`
+    rank_commands: tuple[str, ...] = ()  # of rank 0 to all ranks that generate: functions as in `inference.commands`
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
     text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`

@@ -2,9 +2,10 @@
 
 from dtgpt.inference.commands import known_commands
 from dtgpt.inference.scores.prompts import read_and_score
-from tests.inference.test_commands import sent_and_received
+from tests.inference.test_commands import tell
+from tests.support.ranks import pool
 
 
-def test_the_command_comes_back_from_its_numbers_and_is_known_to_all_ranks():
-    assert sent_and_received(read_and_score, 2, 0, [9, 8], 5) == [2, 0, [9, 8], 5]
-    assert known_commands()[-1] is read_and_score
+def test_the_command_is_known_to_all_ranks():
+    index = known_commands().index(read_and_score)
+    assert pool().run(2, tell, 2, index, [2, 0, [9, 8], 5]) == [None, (index, [2, 0, [9, 8], 5])]

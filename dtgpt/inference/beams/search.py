@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.inference.base_options import Candidates, SearchedRows
-from dtgpt.inference.commands import assign, copy
+from dtgpt.inference.commands import copy
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NOT_FINITE, PromptJob, SequenceUpdate
 from dtgpt.inference.sequence import ActiveJob
+from dtgpt.inference.step import Step
 from dtgpt.ops.sampling.sequences import Sampled
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
@@ -196,6 +197,14 @@ class BeamSearch:
         if len(self._kept) < self.beams.width:
             return False
         return self.beams.early_stopping or min(kept.score for kept in self._kept) >= self._score(best)
+
+
+def assign(step: Step, slots: Sequence[int], tokens: Sequence[int]) -> None:
+    """Replace the token that each slot has drawn last, on a rank."""
+    state = step.cache.state
+    rows, chosen = state.rows([slots, tokens])
+    state.token[rows] = chosen
+    state.history[rows, state.position[rows]] = chosen
 
 
 class BeamSlots:
