@@ -182,6 +182,12 @@ def first(seam: str, missing: str) -> Any:
     raise UserError(missing)
 
 
+def ask(seam: str, question: Callable[[Any], Any]) -> Any:
+    """Return the first answer that is something, of the objects that capabilities add at a seam, in their order; None
+    where no answer is."""
+    return next(filter(None, map(question, listed(seam))), None)
+
+
 def listed(seam: str, given: Any = None) -> list[Any]:
     """Return the objects that capabilities add at a seam without names, imported: of those `When` some options are on,
     those that are on in `given`."""
