@@ -13,6 +13,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.util.locks", ()),
     ("dtgpt.charts", ()),
+    ("dtgpt.config.rampup", ()),
     ("dtgpt.commands.option_help", ()),
     ("dtgpt.run.differences", ()),
     ("dtgpt.checkpoint.background", ()),
@@ -83,6 +84,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.compare",
         (
             "dtgpt.charts",
+            "dtgpt.config.rampup",
             "dtgpt.data.prepare",
             "dtgpt.models.families",
             "dtgpt.models.moe",

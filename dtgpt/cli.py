@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtgpt.commands.command import HELP
-from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
+from dtgpt.run.signals import interrupt_imports, say_interrupted
 from dtgpt.util import seams
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error
 from dtgpt.util.errors import UserError, sentence_of, shown
@@ -101,7 +101,8 @@ def _command(words: list[str]) -> int:
 def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns, or with code 2 and one sentence on stderr about the user's mistake."""
     prepare_streams()
-    follow_launcher()
+    for watch in seams.listed("watches"):
+        watch()
     _name_user()
     try:
         _leave(work())

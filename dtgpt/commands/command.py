@@ -64,8 +64,8 @@ class Command:
         return self.doc or getdoc(self.options) or ""
 
     def _explain(self, name: str, value: str) -> str | None:
-        known = (each.of_command(self.name, name, value) for each in seams.listed("explanations"))
-        return self.explain(name, value) or next(filter(None, known), None)
+        own = self.explain(name, value)
+        return own or seams.ask("explanations", lambda each: each.of_command(self.name, name, value))
 
     def read(self, words: list[str]) -> tuple[list[Path], Any]:
         """Return paths and options. Raises UserError for a value out of bounds, and for missing or extra paths."""

@@ -97,9 +97,8 @@ def generate(path: Path, options: GenerateOptions) -> None:
     chosen = [more.chosen(options) for more in MORE]  # all of them, since each refuses what contradicts it
     work = next(filter(None, chosen), _show)
     base = sampling_of(options)
-    for explanations in seams.listed("explanations"):
-        if sentence := explanations.of_model(path, options):
-            raise UserError(sentence)
+    if sentence := seams.ask("explanations", lambda each: each.of_model(path, options)):
+        raise UserError(sentence)
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     work(model, base, options)

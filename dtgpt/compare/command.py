@@ -25,6 +25,7 @@ from dtgpt.train.start import checked, load_recipe, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,19 @@ class CompareOptions:
     minutes: Annotated[float | None, "minutes after which no other random case begins", Bounds(above=0)] = None
 
 
+OF_ONE_RECIPE: Rules = (
+    Rule("--minutes {minutes:g} limits random cases; add --random 100, or leave it out", Given("minutes")),
+    Rule(
+        "dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2, or settings, such as --against "
+        '"--precision bf16", or commits, such as --commits HEAD~1',
+        Is("plans", "==", ()),
+        Is("against", "==", ()),
+        Is("commits", "==", ()),
+    ),
+    Rule("--commits takes one or two commits, and {number} were given; use HEAD~1 HEAD", Is("number", ">", 2)),
+)
+
+
 def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
     extra = {"against": own.against, "commits": own.commits, "json": own.json}
     if own.random is not None or own.case is not None:
@@ -70,15 +84,7 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
             base = plain(take(recipe, dict(given)))
             setting = Setting(base, given, write_text(Path(folder) / "documents.jsonl"))
             return run_random(setting, path, own.random or 1, own.case, own.plans, own.minutes, own.tolerance)
-    if own.minutes is not None:
-        raise UserError(f"--minutes {own.minutes:g} limits random cases; add --random 100, or leave it out")
-    if not own.plans and not own.against and not own.commits:
-        raise UserError(
-            "dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2, or settings, such as --against "
-            '"--precision bf16", or commits, such as --commits HEAD~1'
-        )
-    if len(own.commits) > 2:
-        raise UserError(f"--commits takes one or two commits, and {len(own.commits)} were given; use HEAD~1 HEAD")
+    check_rules(OF_ONE_RECIPE, own, number=len(own.commits))
     output = None if own.json is None else Path(own.json)
     if output is not None:
         check_output(output, "--json", "compare.json")

@@ -32,6 +32,7 @@ from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.start import checked
 from dtgpt.util.console import counted, hanging, say, terminal_width
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
 
 REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes
@@ -46,6 +47,20 @@ class Side:
     plan: Plan
     options: list[str]
     code: Path | None = None
+
+
+COMPARED: Rules = (  # of a recipe, of which so many steps are `asked`, with so many answers to a prompt
+    Rule(
+        "--steps {asked} is more than the recipe's {num_steps}; use {num_steps} or fewer",
+        Is("asked", ">", Other("num_steps")),
+    ),
+    Rule("dtgpt compare begins with initial weights; leave --resume out", Given("resume")),
+    Rule(
+        "grpo.group={group}, but dtgpt compare holds steps on data against each other, and a drawn token that differs "
+        "by rounding changes all after it; use --grpo.group 0",
+        Given("group"),
+    ),
+)
 
 
 def compare(
@@ -64,16 +79,7 @@ def compare(
     fault. against: options of runs of one process that are compared, too, by name. commits: of the code of the
     reference, and of all other runs; one: this code."""
     checked(recipe)
-    most = recipe.num_steps
-    if steps > most:
-        raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
-    if recipe.resume:
-        raise UserError("dtgpt compare begins with initial weights; leave --resume out")
-    if group := recipe.section(GrpoConfig).group:
-        raise UserError(
-            f"grpo.group={group}, but dtgpt compare holds steps on data against each other, and a drawn "
-            "token that differs by rounding changes all after it; use --grpo.group 0"
-        )
+    check_rules(COMPARED, recipe, asked=steps, group=recipe.section(GrpoConfig).group)
     plans = {name: fitting_plan(name, names, recipe.plans) for name in [REFERENCE, *names]}
     for name, plan in plans.items():
         try:

@@ -110,12 +110,7 @@ def read_words(
 def explain_for(architecture: str) -> Callable[[str, str], str | None]:
     """Return `explain` of `read_words` for options of recipes of an architecture, by what capabilities know of other
     programs."""
-
-    def explain(name: str, value: str) -> str | None:
-        found = (each.of_recipe(architecture, name, value) for each in seams.listed("explanations"))
-        return next(filter(None, found), None)
-
-    return explain
+    return lambda name, value: seams.ask("explanations", lambda each: each.of_recipe(architecture, name, value))
 
 
 def take(config: Any, options: Options) -> Any:

@@ -12,6 +12,7 @@ values exclude each other is in tables (`dtgpt.config.recipe_rules`), which `val
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,7 +22,7 @@ from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, parse_alternatives, resolve
 from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
-from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup, schedules
+from dtgpt.config.schedule import BatchSizes, Schedule, schedules
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
@@ -38,7 +39,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
 from dtgpt.util import seams
-from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
+from dtgpt.util.field_types import PATH, Bounds, Pattern, check_all_rules, check_annotations
 from dtgpt.util.rules import Rules, broken, check_rules
 
 RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
@@ -233,16 +234,6 @@ class Recipe:
         )
 
     @property
-    def ramp(self) -> Ramp | None:
-        """The ramp up to the whole batch; raises UserError for a text that is none."""
-        return None if self.rampup_batch_size is None else parse_rampup(self.rampup_batch_size, self.global_batch_size)
-
-    @property
-    def nearest_batch(self) -> int:
-        """The global batch size below this one that micro-batches fill; at least one micro-batch."""
-        return self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
-
-    @property
     def schedule_ends_with_run(self) -> bool:
         """Whether the warmup may be as long as the schedule, since the run ends with both."""
         ends_with_samples = self.counts_samples or self.schedule.end == self.num_steps
@@ -251,11 +242,12 @@ class Recipe:
     def batch_sizes(self, first_step: int = 0, first_sample: int = 0) -> BatchSizes:
         """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples. The
         sizes of earlier steps are known where they were these all along."""
-        sizes = self.global_batch_size, self.rampup_batch_size
-        all_along = BatchSizes(*sizes)
-        if all_along.before(first_step) == first_sample:
-            return all_along
-        return BatchSizes(*sizes, first_step, first_sample)
+        make = partial(BatchSizes, self.global_batch_size)
+        if self.rampup_batch_size is not None:
+            ramped = seams.first("rampups", "rampup_batch_size needs a capability for it; leave it out")
+            make = partial(ramped, self.rampup_batch_size, self.global_batch_size)
+        all_along = make()
+        return all_along if all_along.before(first_step) == first_sample else make(first_step, first_sample)
 
     def counted(self, first_step: int = 0, first_sample: int = 0) -> "Recipe":
         """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill. A run
@@ -300,8 +292,7 @@ class Recipe:
         plan.validate(self.model, micro, whole, length)
         for section in self.sections:
             section.check_plan(plan)
-        if self.rampup_batch_size is not None:
-            check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
+        self.batch_sizes().check_plan(plan, self.model, micro, length)
         if part := seams.added("sums").get(self.reduce):
             seams.load(part).check_plan(plan)
         check_rules(PLAN_RULES, self, plan=plan)
@@ -358,7 +349,9 @@ class Recipe:
 
     def validate(self) -> None:
         """Raise UserError, one sentence, for the first value, or combination of values, that cannot be trained with."""
-        check_fields(self)
+        check_annotations(self)
+        self.batch_sizes()  # or raises for a ramp-up that is none, of which no rule can ask
+        check_all_rules(self)
         check_rules(self.schedule.rules, self.schedule)
         self.model.validate()
         cores = inventory(self.model).kinds_of_cores()

@@ -54,10 +54,8 @@ def recipe_module(words: list[str], command: str) -> ModuleType:
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
     path = Path(words[0])
-    if not path.is_file():
-        told = (each.of_recipe_file(path) for each in seams.listed("explanations"))
-        if sentence := next(filter(None, told), None):
-            raise UserError(sentence)
+    if not path.is_file() and (sentence := seams.ask("explanations", lambda each: each.of_recipe_file(path))):
+        raise UserError(sentence)
     return load_module(path)
 
 

@@ -56,21 +56,12 @@ RULES: Rules = (
     ),
     Rule(
         "global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size}; use "
-        "--global_batch_size {nearest_batch} or a micro_batch_size that divides it",
+        "--global_batch_size {remedy} or a micro_batch_size that divides it",
         Is("global_batch_size", "is no multiple of", Other("micro_batch_size")),
         Is("plan", "!=", AUTO),  # which chooses the micro-batch size, too
-    ),
-    Rule(
-        "rampup_batch_size={rampup_batch_size!r} does not lead to global_batch_size={global_batch_size}; START must be "
-        "below it, and INCREMENT divide the difference, as in '32 32 100000' for 256",
-        Given("ramp"),
-        Missing("ramp.reaches_whole"),
-    ),
-    Rule(
-        f"rampup_batch_size={{rampup_batch_size!r}} takes more than {MOST_STEPS} steps to reach "
-        "global_batch_size={global_batch_size}; use fewer SAMPLES",
-        Given("ramp"),
-        Is("ramp.steps", ">", MOST_STEPS),
+        remedy=lambda run: str(
+            run.global_batch_size // run.micro_batch_size * run.micro_batch_size or run.micro_batch_size
+        ),
     ),
     Rule(
         "train_samples={train_samples} does not fill one step; use {global_batch_size} or more",

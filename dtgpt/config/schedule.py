@@ -1,83 +1,35 @@
 """The learning rate of every step, as a function of the steps taken or of the samples seen, and how many samples each
-step has: the global batch size, or Megatron-LM's ramp up to it.
+step has.
 
 Both are functions of a step's number, or of the samples before it, and have no state. So a run that goes on, under
 another plan too, needs nothing but the step and the samples of its checkpoint, and all rates can be put on the device
-before the first step.
-
-`--rampup_batch_size "START INCREMENT SAMPLES"` begins with START samples a step and adds INCREMENT at equal distances,
-so that the whole batch is reached after SAMPLES samples (megatron/microbatches.py of 2023). The size is a function of
-the samples that the run has seen, so that a resumed run goes on with the same one."""
+before the first step."""
 
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, ForwardRef, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, ForwardRef, Literal
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Given, Is, Other, Rule, Rules
 
 
-class Ramp(NamedTuple):
-    """Batch sizes from `start` on, `increment` more at equal distances, to the `whole` after so many `samples`."""
-
-    start: int
-    increment: int
-    samples: int
-    whole: int
-
-    @property
-    def reaches_whole(self) -> bool:
-        """Whether the sizes lead to the whole batch."""
-        if not 0 < self.start < self.whole or self.increment < 1 or self.samples < 0:
-            return False
-        return (self.whole - self.start) % self.increment == 0
-
-    @property
-    def steps(self) -> int:
-        """About how many steps lead to the whole batch."""
-        return 2 * self.samples // (self.start + self.whole)
-
-
-def parse_rampup(text: str, whole: int) -> Ramp:
-    """Return the ramp of `rampup_batch_size` to the `whole` batch; raises UserError."""
-    try:
-        start, increment, samples = map(int, text.replace(",", " ").split())
-    except ValueError:
-        raise UserError(
-            f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
-            "'32 32 100000'"
-        ) from None
-    return Ramp(start, increment, samples, whole)
-
-
 class BatchSizes:
-    """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
+    """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples: here, the
+    whole global batch in every step."""
 
-    def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
-        """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
-        self.whole, self.rampup = whole, parse_rampup(rampup, whole) if rampup is not None else None
-        # (step, samples seen) at which each size begins, and the size: few, however many steps the ramp takes.
-        self.pieces = [(first_step, first_sample, self.after(first_sample))]
-        step, seen, size = self.pieces[0]
-        while size != whole:
-            step, seen = step + 1, seen + size
-            if (larger := self.after(seen)) != size:
-                size = larger
-                self.pieces.append((step, seen, size))
+    def __init__(self, whole: int, first_step: int = 0, first_sample: int = 0):
+        """whole: the global batch size."""
+        self.whole = whole
+        # (step, samples seen) at which each size begins, and the size: few, however many steps it takes.
+        self.pieces = [(first_step, first_sample, whole)]
 
-    def after(self, consumed: int) -> int:
-        """Return the samples of the step that begins after `consumed` samples."""
-        if self.rampup is None or consumed > self.rampup.samples:
-            return self.whole
-        start, increment, samples, _ = self.rampup
-        distance = samples / ((self.whole - start) // increment)
-        return min(self.whole, start + int(consumed / distance) * increment if distance else self.whole)
+    def check_plan(self, plan: ResolvedPlan, model: ModelConfig, micro: int, seq_length: int) -> None:
+        """Raise UserError where the plan cannot split a size below the whole into micro-batches."""
 
     def at(self, step: int) -> int:
         """Return the samples of `step`, over all replicas."""
@@ -96,21 +48,6 @@ class BatchSizes:
 
     def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
         return self.pieces[max(0, bisect_right(self.pieces, place, key=itemgetter(key)) - 1)]
-
-
-def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:
-    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
-    ramp = parse_rampup(rampup, whole)
-    for size in range(ramp.start, whole, ramp.increment):
-        try:
-            plan.validate(model, micro, size, seq_length)
-        except UserError:
-            raise UserError(
-                f"rampup_batch_size={shown(rampup)} passes {size} samples a step, which micro_batch_size={micro} and "
-                f"the plan {plan.name} (dp={plan.dp}) cannot split; use multiples of {micro * plan.dp * plan.pp} for "
-                "START and INCREMENT, a smaller micro_batch_size (the curve stays the same), or --rampup_batch_size "
-                "none"
-            ) from None
 
 
 def tenth_of_lr(schedule: "Schedule") -> str:

@@ -90,8 +90,8 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
         )
     if os.path.isfile(path) and path.endswith(".txt"):
         return iter([_read_text(path)])
-    read = (form.documents(path, json_key) for form in seams.listed("datasets") if os.path.isfile(path))
-    if (documents := next(filter(None, read), None)) is None:
+    documents = seams.ask("datasets", lambda form: form.documents(path, json_key)) if os.path.isfile(path) else None
+    if documents is None:
         raise UserError(f"data.path={path} is not a text file that dtgpt reads; give a {' or '.join(SUFFIXES)} file")
     return documents
 
@@ -110,8 +110,7 @@ def _read_text(path: str) -> str:
 def _pieces(file: BufferedReader, name: str) -> Iterator[bytes]:
     """Return the content of a file, or what a format of a capability makes of it: it may be
     compressed."""
-    unpacked = (form.unpacked(file, name) for form in seams.listed("datasets"))
-    return next(filter(None, unpacked), None) or iter(lambda: file.read(BLOCK), b"")
+    return seams.ask("datasets", lambda form: form.unpacked(file, name)) or iter(lambda: file.read(BLOCK), b"")
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

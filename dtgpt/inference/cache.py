@@ -182,12 +182,6 @@ class SlotState:
         rows, *words = self.rows([slots, *zip(*keys, strict=True)])
         self.parameters[rows, KEY], self.parameters[rows, KEY + 1] = words
 
-    def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Replace the last token of each slot, where the host chooses it."""
-        rows, chosen = self.rows([slots, tokens])
-        self.token[rows] = chosen
-        self.history[rows, self.position[rows]] = chosen
-
     def record(self, slots: Tensor, tokens: Tensor) -> None:
         """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the
         position stays, and a further token overwrites the last."""

@@ -48,11 +48,6 @@ def copy(
         step.cache.state.set_keys(targets, keys)
 
 
-def assign(step: Step, slots: Sequence[int], tokens: Sequence[int]) -> None:
-    """Replace the token that each slot has drawn last."""
-    step.cache.state.assign(slots, tokens)
-
-
 def decode(step: Step, slots: Sequence[int], steps: int, variant: Sequence[Any]) -> Pending[Sampled]:
     """Draw the next tokens of slots. variant: the fields of a `Variant`."""
     return step.decode(slots, steps, Variant(*variant))
@@ -72,7 +67,7 @@ def release(step: Step) -> None:
 @cache
 def known_commands() -> tuple[Callable[..., Any], ...]:
     """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
-    return read, begin, copy, assign, decode, ping, release, *(scorer.command for scorer in seams.listed("scorers"))
+    return read, begin, copy, decode, ping, release, *seams.listed("rank_commands")
 
 
 def _plain(value: Any) -> Any:

@@ -5,4 +5,5 @@ from dtgpt.util.seams import Capability
 CAPABILITY = Capability(
     peers=("dtgpt.liveness.torchrun:Torchrun",),
     launches=("dtgpt.liveness.launcher:LaunchOptions",),
+    watches=("dtgpt.liveness.orphans:follow_launcher",),
 )

@@ -20,7 +20,6 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_rules import large_for_a_cpu
-from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import describe_run, values_of
@@ -78,7 +77,8 @@ class RunReport(Report):
         """step: the number of steps done so far. samples_before: returns the samples seen when a step begins.
         more_sinks: return those that observers bring, beside metrics.jsonl."""
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
-        self.samples_before, self.ramps = samples_before, recipe.rampup_batch_size is not None
+        first, whole = recipe.batch_sizes().at(0), recipe.global_batch_size
+        self.samples_before, self.ramps = samples_before, first != whole
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
@@ -94,7 +94,7 @@ class RunReport(Report):
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
         samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)
-        self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, samples, step)
+        self._say_header(f"{first} to {whole}" if self.ramps else f"{whole}", data, samples, step)
 
     def _samples(self, data: Dataset, length: int, evaluated: int) -> str:
         """Return how many samples of each part the run takes, and of how many."""
@@ -107,9 +107,8 @@ class RunReport(Report):
                 parts.append(f"{min(evaluated, there):,} of {there:,} for {name}")
         return ", ".join(parts)
 
-    def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, samples: str, step: int) -> None:
+    def _say_header(self, batch: str, data: Dataset, samples: str, step: int) -> None:
         model, tokenizer = self.settings.model, data.tokenizer
-        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup, batch_size).start} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         header = [
             f"model   {parameters(model.num_parameters)}; "
@@ -124,7 +123,9 @@ class RunReport(Report):
             f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
-        if self.device.type == "cpu" and (caution := large_for_a_cpu(model, batch_size, self.settings.seq_length)):
+        if self.device.type == "cpu" and (
+            caution := large_for_a_cpu(model, self.settings.global_batch_size, self.settings.seq_length)
+        ):
             say(caution, warning=True)
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -18,10 +19,8 @@ from dtgpt.util.console import say_error
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
 LAUNCHER = os.getppid()  # taken early: this module is imported before torch
-POLL = 1.0  # seconds between two looks at whether the launcher still runs
-ORPHAN = 120.0  # seconds that a process without its launcher has for the step and the checkpoint
 _entered: list["StopRequest"] = []
-_followed = threading.Semaphore(0)  # 1 while the launcher is followed and nobody has noticed its loss
+when_stopped: list[Callable[[], object]] = []  # what is called when a StopRequest ends
 
 
 class StopRequest:
@@ -51,7 +50,8 @@ class StopRequest:
     def __exit__(self, *exception) -> None:
         _entered.remove(self)
         self.restore_handlers()
-        _notice_loss()  # another rank may have noticed it first and asked all to end
+        for call in when_stopped:
+            call()
 
     def restore_handlers(self) -> None:
         for number, handler in self._previous.items():
@@ -100,33 +100,3 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def say_interrupted() -> None:
     if os.environ.get("RANK", "0") == "0":
         say_error("dtgpt: interrupted")
-
-
-def follow_launcher() -> None:
-    """Under torchrun, watch from now on whether torchrun still runs. If it is gone without having ended this process,
-    send SIGTERM, as torchrun would have, and end the process 120 s later, even if it is blocked."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
-        return
-    _followed.release()
-    with suppress(RuntimeError):  # there can be no more threads
-        threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
-
-
-def _end_after_launcher() -> None:
-    while os.getppid() == LAUNCHER:
-        time.sleep(POLL)
-    if _notice_loss():
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN)
-    os._exit(128 + signal.SIGTERM)
-
-
-def _notice_loss() -> bool:
-    """Return whether the launcher that this process follows is gone and no earlier call has found this. The first
-    process of a node says so."""
-    if os.getppid() == LAUNCHER or not _followed.acquire(blocking=False):
-        return False
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        name = "dtgpt" if os.environ["TORCHELASTIC_RUN_ID"] == "dtgpt" else "torchrun"  # `dtgpt train --nproc`
-        say_error(f"dtgpt: {name} (process {LAUNCHER}) is gone, and the processes that it started end too")
-    return True

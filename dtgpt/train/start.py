@@ -70,12 +70,12 @@ class Beginning:
 def beginning(init_from: str | None, resume: str | Path | None, vocab_size: int) -> Beginning:
     """Return what a run begins with. Arguments as of a recipe, but that `resume` may be the run that was found.
     vocab_size: of its model."""
-    for begin in seams.listed("beginnings") if init_from or resume else []:  # else nothing is imported
-        if (found := begin(init_from, resume, vocab_size)) is not None:
-            return found
-    if init_from:
+    found = None
+    if init_from or resume:  # else nothing is imported
+        found = seams.ask("beginnings", lambda begin: begin(init_from, resume, vocab_size))
+    if init_from and found is None:
         raise UserError(f"init_from={init_from} needs a capability that begins with other models; leave it out")
-    return Beginning()
+    return found or Beginning()
 
 
 @dataclass(frozen=True, kw_only=True)

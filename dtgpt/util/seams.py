@@ -67,6 +67,7 @@ class Capability:
 
     public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
+    rampups: tuple[str, ...] = ()  # of a recipe's batch size: a class that derives from `schedule.BatchSizes`
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     schedules: Mapping[str, str] = field(default_factory=dict)  # of learning rates: a `schedule.Schedule`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
@@ -94,6 +95,7 @@ class Capability:
     step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
+    watches: tuple[str, ...] = ()  # begun as the program begins, before it knows its command: called without arguments
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
@@ -127,6 +129,7 @@ class Capability:
     options: tuple[str, ...] = ()  # of a prompt: a class that derives from `inference.base_options.BaseOptions`
     exact_bits: tuple[str, ...] = ()  # of training's forward pass: an `inference.step.ExactBits`
     rank_steps: tuple[str, ...] = ()  # of generation: a class that derives from `inference.step.Step`, with `serves`
+    rank_commands: tuple[str, ...] = ()  # of rank 0 to all ranks that generate: functions as in `inference.commands`
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
     text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`
@@ -168,6 +171,12 @@ def first(seam: str, missing: str) -> Any:
     for found in listed(seam):
         return found
     raise UserError(missing)
+
+
+def ask(seam: str, question: Callable[[Any], Any]) -> Any:
+    """Return the first answer that is something, of the objects that capabilities add at a seam, in their order; None
+    where no answer is."""
+    return next(filter(None, map(question, listed(seam))), None)
 
 
 def listed(seam: str, given: Any = None) -> list[Any]:

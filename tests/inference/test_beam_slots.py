@@ -1,13 +1,15 @@
 """Beam searches on the engine, beside what test_against_transformers.py and test_same_text.py compare."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dtgpt.config.plan import Plan
 from dtgpt.inference.base_options import SpecialIds
-from dtgpt.inference.beams.search import Beams
+from dtgpt.inference.beams.search import Beams, assign
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
@@ -105,6 +107,16 @@ def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_b
 def test_what_cannot_be_searched_is_refused(model, changes, words):
     with engine_of(model, slots=4) as engine, pytest.raises(UserError, match=words):
         engine.submit(asked(**changes))
+
+
+def test_tokens_of_slots_are_replaced():
+    state = SlotState(3, 16, "cpu")
+    for slot in range(3):
+        state.set(slot, SlotState.encode([slot] * (slot + 1), Options(), SpecialIds(), 0, 0))
+    state.record(torch.arange(3), torch.tensor([30, 31, 32]))
+    assign(SimpleNamespace(cache=SimpleNamespace(state=state)), [2, 0], [40, 41])
+    assert state.token[:3].tolist() == [41, 31, 40]
+    assert state.history[2, :4].tolist() == [2, 2, 2, 40] and state.history[0, :2].tolist() == [0, 41]
 
 
 @pytest.mark.cuda

@@ -68,7 +68,8 @@ def cached_log_probabilities(step, ids, borders, decoded, slot):
         results = step.decode([slot], 1, variant).wait()
         likeliest, logprobs = results.top_ids[0], results.top_logprobs[0]
         rows.append(torch.empty(1, VOCABULARY).scatter_(1, likeliest, logprobs))
-        step.cache.state.assign([slot], [token])
+        step.cache.state.token[slot] = token
+        step.cache.state.history[slot, step.cache.state.position[slot]] = token
     return torch.cat(rows)
 
 

@@ -9,7 +9,6 @@ import torch
 from dtgpt.config.plan import Plan
 from dtgpt.inference.commands import (
     Channel,
-    assign,
     begin,
     copy,
     decode,
@@ -57,7 +56,7 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
 
 EXAMPLES = (
     (read, [3, 1], [[5, 6, 7], [8]], 0), (read, [0], [list(range(100))], 4), (begin, 1, torch.tensor([-1, 2**62])),
-    (copy, [1], [2], 3, []), (copy, [1, 2], [4, 5], 3, [[1, 2], [3, 4]]), (assign, [7], [9]), (assign, [], []),
+    (copy, [1], [2], 3, []), (copy, [1, 2], [4, 5], 3, [[1, 2], [3, 4]]),
     (decode, [0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)), (meet,), (release,),
 )  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_at_the_last_position_nothing_moves():
     assert state.position[0] == POSITIONS - 1 and state.history[0].tolist() == [1] * (POSITIONS - 1) + [7]
 
 
-def test_slots_are_copied_at_once_and_tokens_assigned():
+def test_slots_are_copied_at_once():
     state = SlotState(3, POSITIONS, "cpu")
     for slot in range(3):
         state.set(slot, SlotState.encode([slot] * (slot + 1), Options(top_k=slot + 2), IDS, 0, 0))
@@ -122,6 +122,3 @@ def test_slots_are_copied_at_once_and_tokens_assigned():
     state.copy(torch.tensor([1, 0, 0]), torch.tensor([0, 1, 2]))
     for old, new in zip(before, state.sequences, strict=True):
         assert torch.equal(new[:3], old[[1, 0, 0]]) and torch.equal(new[3], old[3])
-    state.assign([2, 0], [40, 41])
-    assert state.token[:3].tolist() == [41, 30, 40]
-    assert state.history[2, :2].tolist() == [0, 40] and state.history[0, :3].tolist() == [1, 1, 41]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from dtgpt.compare.fuzz.case import MODELS, TABLES, Case, First
 from dtgpt.config.plan import SCHEDULES, Plan, divisors
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.config.rampup.sizes import RampedSizes
 from dtgpt.config.recipe_file import kinds
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import OptimizerConfig
@@ -103,7 +104,7 @@ def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
 def _first(draws: Draws, plans: Sequence[Plan], values: dict[str, Any]) -> First | None:
     """Return how many steps the first of two plans takes: not all. In some cases their batch size is another one."""
     whole, ramp = values["global_batch_size"], values.get("rampup_batch_size")
-    steps = values["steps"] or BatchSizes(whole, ramp).steps_within(values["train_samples"])
+    steps = values["steps"] or sizes_of(whole, ramp).steps_within(values["train_samples"])
     if steps < 2:
         return None
     batch = None
@@ -210,6 +211,11 @@ def _batch(draws: Draws, plans: Sequence[Plan], careless: bool) -> dict[str, Any
     return values
 
 
+def sizes_of(whole: int, rampup: str | None) -> BatchSizes:
+    """Return the batch sizes of a run from its beginning, as a recipe of these values has them."""
+    return BatchSizes(whole) if rampup is None else RampedSizes(rampup, whole)
+
+
 def _batch_sizes(plans: Sequence[Plan], micro: int) -> list[int]:
     """Return the three smallest batch sizes that all plans can split."""
     least = micro * math.lcm(*(plan.dp or 1 for plan in plans))
@@ -230,7 +236,7 @@ def _length(draws: Draws, values: dict[str, Any]) -> dict[str, Any]:
     if values.get("loss_scale.initial", 0) >= OVERFLOWS:
         steps += 4  # of which some are not skipped
     whole = values["global_batch_size"]
-    samples = BatchSizes(whole, values.get("rampup_batch_size")).before(steps) + draws.below("samples left", whole)
+    samples = sizes_of(whole, values.get("rampup_batch_size")).before(steps) + draws.below("samples left", whole)
     if draws.chance("counts samples", 6):
         return {"steps": None, "train_samples": samples}
     if draws.chance("rates by samples", 4):

@@ -90,8 +90,7 @@ def open_tokenizer(
 
 
 def _of_pair(vocab: Path, merges: Path) -> Tokenizer:
-    found = (form.open_pair(vocab, merges) for form in formats())
-    if (tokenizer := next(filter(None, found), None)) is None:
+    if (tokenizer := seams.ask("tokenizers", lambda form: form.open_pair(vocab, merges))) is None:
         raise UserError(f"nothing here reads {vocab} and {merges}; give what dtgpt tokenizer train wrote")
     return tokenizer
 
@@ -136,8 +135,7 @@ def read_content(path: Path) -> bytes:
 def tokenizer_file(folder: Path) -> Path | None:
     """Return the file in `folder` that holds a tokenizer; None where there is none."""
     own = folder / "tokenizer.json"
-    found = (form.file_in(folder) for form in formats())
-    return own if own.is_file() else next(filter(None, found), None)
+    return own if own.is_file() else seams.ask("tokenizers", lambda form: form.file_in(folder))
 
 
 def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) -> None:

@@ -2,4 +2,6 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(options=("dtgpt.inference.beams.options:BeamOptions",))
+CAPABILITY = Capability(
+    options=("dtgpt.inference.beams.options:BeamOptions",), rank_commands=("dtgpt.inference.beams.search:assign",)
+)

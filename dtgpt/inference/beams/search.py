@@ -13,12 +13,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.inference.base_options import Candidates, SearchedRows
-from dtgpt.inference.commands import assign, copy
+from dtgpt.inference.commands import copy
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NOT_FINITE, PromptJob, SequenceUpdate
 from dtgpt.inference.sequence import ActiveJob
+from dtgpt.inference.step import Step
 from dtgpt.ops.sampling.sequences import Sampled
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
+
+OPTIONS: Rules = (  # of a prompt
+    Rule("max_new_tokens=0 leaves nothing to search; use 1 or more", Is("max_new_tokens", "==", 0)),
+    Rule("a beam search does not return likeliest tokens; use top_logprobs=0, or no beams", Given("top_logprobs")),
+    Rule(
+        "a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams",
+        Given("stop_on_double_eol"),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +57,7 @@ class Beams:
     def validate(self, request: PromptJob, vocab_size: int) -> None:
         """Raise UserError, one sentence, for a request that cannot be searched like this."""
         self.check(vocab_size, request.choices)
-        if request.options.max_new_tokens == 0:
-            raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
-        if request.options.top_logprobs:
-            raise UserError("a beam search does not return likeliest tokens; use top_logprobs=0, or no beams")
-        if request.options.stop_on_double_eol:
-            raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
+        check_rules(OPTIONS, request.options)
 
     def begin(self, request: PromptJob, slots: list[int]) -> SearchedRows:
         """Return the search for a request whose first slot has read the prompt."""
@@ -191,6 +197,14 @@ class BeamSearch:
         if len(self._kept) < self.beams.width:
             return False
         return self.beams.early_stopping or min(kept.score for kept in self._kept) >= self._score(best)
+
+
+def assign(step: Step, slots: Sequence[int], tokens: Sequence[int]) -> None:
+    """Replace the token that each slot has drawn last, on a rank."""
+    state = step.cache.state
+    rows, chosen = state.rows([slots, tokens])
+    state.token[rows] = chosen
+    state.history[rows, state.position[rows]] = chosen
 
 
 class BeamSlots:

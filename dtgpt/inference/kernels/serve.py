@@ -24,6 +24,7 @@ from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Missing, Rule, Rules, check_rules
 
 NO_KERNELS = (
     "exact=True has kernels for GPT-2 and LLaMA blocks, with tanh-GELU or SwiGLU, whose heads have 16, 32, 64 or 128 "
@@ -61,23 +62,30 @@ class KernelStep(Step):
         return drawn._replace(**BITS.exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self.config))
 
 
+EXACT: Rules = (
+    Rule(
+        "exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the number of "
+        "rows; use a GPU with Triton, or leave exact out",
+        Missing("has_kernels"),
+    ),
+    Rule(
+        "exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
+        "training; use tp=2 with pp, or leave exact out",
+        Is("plan.tp", ">", 2),
+    ),
+    Rule(
+        "exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut split their "
+        "sums for some numbers of rows; use precision bf16 or fp16, or tp=1",
+        Is("plan.tp", ">", 1),
+        Is("dtype", "==", torch.float32),
+    ),
+)
+
+
 class _Bits:
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
-        if not has_triton(torch.empty(0, device=device)):
-            raise UserError(
-                f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
-                "number of rows; use a GPU with Triton, or leave exact out"
-            )
-        if plan.tp > 2:
-            raise UserError(
-                f"exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own "
-                "in training; use tp=2 with pp, or leave exact out"
-            )
-        if plan.tp > 1 and dtype == torch.float32:
-            raise UserError(
-                f"exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut "
-                "split their sums for some numbers of rows; use precision bf16 or fp16, or tp=1"
-            )
+        has_kernels = has_triton(torch.empty(0, device=device))
+        check_rules(EXACT, {"device": device, "plan": plan, "dtype": dtype, "has_kernels": has_kernels})
 
     def check_blocks(self, config: ModelConfig) -> None:
         parts = inventory(config)

@@ -2,4 +2,6 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(scorers=("dtgpt.inference.scores.prompts:SCORER",))
+CAPABILITY = Capability(
+    scorers=("dtgpt.inference.scores.prompts:SCORER",), rank_commands=("dtgpt.inference.scores.prompts:read_and_score",)
+)

@@ -1,0 +1,5 @@
+"""Batches that grow as a run begins."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(rampups=("dtgpt.config.rampup.sizes:RampedSizes",))
