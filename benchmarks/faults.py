@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "sums: of 16-bit gradients one replica's count",
-        "dtgpt/parallel/collectives.py",
+        "dtgpt/parallel/narrow_sums/sums.py",
         "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
         "self.pieces.view(self.group.size(), -1)[0]",
     ),

@@ -8,9 +8,9 @@ from typing import Any
 
 from dtgpt.run.folder import EXAMPLE
 from dtgpt.run.records import read_records
-from dtgpt.util.errors import UserError, did_you_mean
+from dtgpt.util.errors import UserError
 from dtgpt.util.shared.output_files import cannot_write, check_can_write
-from dtgpt.util.storage import atomic_file
+from dtgpt.util.storage import atomic_file, did_you_mean
 
 CURVES = (("loss", "training", "-"), ("validation_loss", "validation", "o--"))  # metric, name and style
 MOST_TASKS = 12  # whose figures are drawn

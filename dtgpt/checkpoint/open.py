@@ -23,7 +23,8 @@ from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError, did_you_mean
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import did_you_mean
 
 Own = type[ModelConfig] | None  # class of the model of a recipe, for a checkpoint of a class that is not dtgpt's
 

@@ -12,7 +12,8 @@ from dtgpt.run.folder import EXAMPLE
 from dtgpt.run.records import metric_lines, parse_record
 from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError, did_you_mean
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import did_you_mean
 
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
 HELD_OUT = ("validation_loss", "test_loss")

@@ -22,8 +22,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig, is_own
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError, did_you_mean, shown_name
+from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import check_annotations
+from dtgpt.util.storage import did_you_mean
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
-from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length, transport
+from dtgpt.parallel.collectives import FlatSum, flat_length, transport
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
@@ -99,7 +99,8 @@ class Buckets(Sums):
         if sums is None:
             device = _locals(parts[0])[0].device
             flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
-            sums = [NarrowSum(x, group) if group and x.dtype != torch.float32 else FlatSum(x, group) for x in flats]
+            kind = next(iter(seams.listed("flat_sums")), FlatSum)
+            sums = [(kind if group and x.dtype != torch.float32 else FlatSum)(x, group) for x in flats]
         passes = self.settings.micro_batches if self.hooks else 1
         self.all = [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
 

@@ -11,7 +11,7 @@ CAPABILITY = Capability(
             place=40,
         ),
     },
-    state_bytes=("dtgpt.planning.parameters:state_bytes",),
+    memory_checks=("dtgpt.planning.memory_check:check_settings",),
     alternatives={
         "parse": "dtgpt.planning.alternatives:parse_alternatives",
         "choose": "dtgpt.planning.alternatives:choose_alternative",

@@ -23,10 +23,10 @@ from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, did_you_mean, remedy
+from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.hardware import environment
 from dtgpt.util.peers import Process
-from dtgpt.util.storage import FileLock, Held, remove_leftovers, write_json
+from dtgpt.util.storage import FileLock, Held, did_you_mean, remove_leftovers, write_json
 
 EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
 LOOK = 1.0  # s between two looks at whether the folder is still there

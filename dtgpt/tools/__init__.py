@@ -16,4 +16,6 @@ CAPABILITY = Capability(
         ),
     },
     explanations=("dtgpt.tools.recipe:EXPLANATIONS",),
+    near_paths=("dtgpt.tools.near_path:near_path",),
+    peaks=("dtgpt.tools.peaks:peak_flops",),
 )

@@ -30,7 +30,7 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import check_device, check_memory, memory_errors_as_user_errors, total_memory
+from dtgpt.util.hardware import check_device, memory_errors_as_user_errors, total_memory
 from dtgpt.util.peers import Process, Watch, peers
 
 MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
@@ -142,8 +142,8 @@ def check_state_fits(settings: Settings, process: Process) -> None:
     models all of it fits, however the plan cuts it: then nobody has to count what this rank holds."""
     most = settings.model.num_parameters * MOST_STATE * process.local_world
     if settings.freezes_weights or most > total_memory(settings.device):
-        for state_bytes in seams.listed("state_bytes"):
-            check_memory(state_bytes(settings, process.rank), process.local_world, settings.device)
+        for check in seams.listed("memory_checks"):
+            check(settings, process.rank, process.local_world)
 
 
 def read_dataset(recipe: Recipe) -> Dataset:

@@ -4,15 +4,10 @@ Whatever goes wrong by what a user gave is one sentence: the value, the rule, th
 that somebody else wrote, so it is shown short and printable, whatever it is."""
 
 import builtins
-import difflib
 import errno
-import os
 import reprlib
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-MOST_NAMES = 10_000  # of a folder in which a name like another one is looked for
 MOST_SHOWN = 120  # characters of a value in a message
 LONGEST_PATH = 4096  # characters of any path that can exist
 LARGEST_SHOWN = 10**40  # integers above it are shown by their size: printing takes time that grows with its square
@@ -37,29 +32,6 @@ REMEDIES = {
 
 class UserError(Exception):
     """Bad input: one sentence that names the value, the rule and the remedy. Shown without a traceback, exit code 2."""
-
-
-def near_path(path: Path) -> Path | None:
-    """Return the existing path whose name is most like that of a `path` that does not exist; None where none is like
-    it. A wrong folder on the way is looked for, too."""
-    found = Path(path.anchor)
-    try:
-        for part in path.parts[len(found.parts) :]:
-            if part != ".." and not os.path.lexists(found / part):
-                names = [entry.name for entry in islice(os.scandir(found), MOST_NAMES)]
-                part = next(iter(difflib.get_close_matches(part, names, n=1, cutoff=0.7)), "")
-                if not part:
-                    return None
-            found /= part
-    except (OSError, ValueError):  # a folder that cannot be read, or a path that cannot exist
-        return None
-    return found if found != path and found.name.isprintable() else None
-
-
-def did_you_mean(path: Path, otherwise: str) -> str:
-    """Return `did you mean runs/gpt2_tiny-001?` for a path that does not exist, `otherwise` where nothing is near."""
-    near = near_path(path)
-    return otherwise if near is None else f"did you mean {near}?"
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:

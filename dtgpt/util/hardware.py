@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -30,34 +29,6 @@ from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-# Dense peak of 16-bit floats in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports, as regular
-# expressions; the first match counts.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100S": 130e12,
-    "V100-PCIE": 112e12,
-    "V100-SXM[23]": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-}
-
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
@@ -72,16 +43,8 @@ def check_device(device: torch.device) -> None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return dense FLOP/s at 16 bits; None where they are not known, and in fp32, whose peak depends on TF32."""
-    if device.type != "cuda" or dtype.itemsize != 2:
-        return None
-    return peak_of_name(torch.cuda.get_device_name(device))
-
-
-def peak_of_name(name: str) -> float | None:
-    if re.search(r"\b(Laptop|Ti|D|MIG)\b", name):  # other chips, or a part of one, under the same name
-        return None
-    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    """Return dense FLOP/s at 16 bits; None where no capability knows them, and in fp32, whose peak depends on TF32."""
+    return next((find(device, dtype) for find in seams.listed("peaks")), None)
 
 
 def total_memory(device: torch.device) -> int:
@@ -89,19 +52,6 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_memory(state: int, local_world: int, device: torch.device) -> None:
-    """Raise UserError where `state` bytes (of weights, gradients and optimizer) cannot fit; the `local_world` processes
-    of a node share its main memory."""
-    needed, total = state / 2**30, total_memory(device) / 2**30
-    if device.type == "cpu":
-        needed *= local_world
-    if needed > total:
-        raise UserError(
-            f"weights, gradients and optimizer need {needed:,.0f} GiB under this plan, but {device_name(device)} has "
-            f"{total:,.0f} GiB; use a smaller model, or a plan that cuts it over more processes (dtgpt plan shows them)"
-        )
 
 
 @contextmanager

@@ -119,7 +119,10 @@ class Capability:
     encoders: Mapping[str, str] = field(default_factory=dict)
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
-    state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
+    memory_checks: tuple[str, ...] = ()  # before a rank allocates: of settings, rank and ranks of its node
+    near_paths: tuple[str, ...] = ()  # finds a path like one that does not exist
+    peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
+    flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
     device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes

@@ -197,3 +197,9 @@ class FileLock:
     def is_there(self) -> bool:
         """Return whether the held file still has its name: no folder above it was moved, removed or replaced."""
         return self.path.parent.is_dir()
+
+
+def did_you_mean(path: Path, otherwise: str) -> str:
+    """Return `did you mean runs/gpt2_tiny-001?` for a path that does not exist, `otherwise` where nothing is near."""
+    near = next((find(path) for find in seams.listed("near_paths")), None)
+    return otherwise if near is None else f"did you mean {near}?"

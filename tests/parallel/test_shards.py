@@ -158,7 +158,7 @@ def test_one_process_needs_no_group():
     for shard in shards:
         assert shard.local.data_ptr() == shard.parameter.data_ptr() and shard.low_precision is None
         assert shard.local.shape == shard.parameter.shape and not shard.local.requires_grad
-        assert shard.is_owner and shard.replicas == 1 and not shard.partial
+        assert shard.replica == 0 and shard.replicas == 1 and not shard.partial
         shard.parameter.grad = whole_gradient(shard.name, tuple(shard.parameter.shape))
     shards.take_gradients()
     assert all(shards.gradient(shard) is shard.parameter.grad for shard in shards)

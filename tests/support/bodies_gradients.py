@@ -14,8 +14,8 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.collectives import NarrowSum
 from dtgpt.parallel.gradients import Buckets
+from dtgpt.parallel.narrow_sums.sums import NarrowSum
 from tests.support.whole_model import build_model
 
 CPU = torch.device("cpu")

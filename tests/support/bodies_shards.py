@@ -66,7 +66,11 @@ def shards_of(
     from dtgpt.planning.parameters import parameters_of
 
     _, shards, mesh = build(config, plan)
-    pieces = [Piece(s.name, s.region, s.replicas, s.is_tied_copy, s.is_owner, s.local.detach().clone()) for s in shards]
+    owned = [s.replica == 0 and not s.is_tied_copy for s in shards]
+    pieces = [
+        Piece(s.name, s.region, s.replicas, s.is_tied_copy, mine, s.local.detach().clone())
+        for s, mine in zip(shards, owned, strict=True)
+    ]
     whole = dict(gather_whole(shards, lambda shard: shard.local))
     return pieces, parameters_of(config, plan, mesh.rank), whole, norm_of(config, plan, shards)
 

@@ -20,12 +20,13 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
-from dtgpt.parallel.collectives import FlatSum, NarrowSum
+from dtgpt.parallel.collectives import FlatSum
 from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.exact_sums.sums import ExactSums
 from dtgpt.parallel.gradients import Bucket, Buckets
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
+from dtgpt.parallel.narrow_sums.sums import NarrowSum
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.shared_memory.regions import region_of_tp

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.parallel.collectives import second_stream
+from dtgpt.parallel.narrow_sums.sums import second_stream
 from dtgpt.parallel.shared_memory.arena import Area
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.scatter import row_of

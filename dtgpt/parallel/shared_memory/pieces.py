@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.parallel.collectives import second_stream
+from dtgpt.parallel.narrow_sums.sums import second_stream
 from dtgpt.parallel.shared_memory.arena import AllRanks, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.scatter import Add, CopyScatter

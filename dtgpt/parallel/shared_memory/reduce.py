@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dtgpt.parallel.collectives import FlatSum, NarrowSum
+from dtgpt.parallel.collectives import FlatSum
+from dtgpt.parallel.narrow_sums.sums import NarrowSum
 from dtgpt.parallel.shared_memory.arena import AllRanks, Area, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.scatter import add, row_of

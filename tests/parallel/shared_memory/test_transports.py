@@ -16,10 +16,11 @@ from torch import Tensor
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.ops.kernels.decode.exchange import CAPACITY
 from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
-from dtgpt.parallel.collectives import FlatSum, GroupCollectives, NarrowSum, flat_length
+from dtgpt.parallel.collectives import FlatSum, GroupCollectives, flat_length
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.narrow_sums.sums import NarrowSum
 from dtgpt.parallel.shared_memory import pieces
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import Area, aligned, share
