@@ -12,6 +12,7 @@ before the core asks for it.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.util.locks", ()),
+    ("dtgpt.util.machine", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.config.rampup", ()),
     ("dtgpt.commands.option_help", ()),

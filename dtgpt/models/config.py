@@ -14,7 +14,6 @@ file by itself: whoever opens the checkpoint gives the class, by a recipe.
 """
 
 import math
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -215,16 +214,5 @@ def saved_class(where: object, state: Mapping[str, Any], own: type[ModelConfig] 
         return own
     if name is None and (known := class_of(architecture)) is not None:
         return known
-    file = state.get(FILE)
-    file = file if file and isinstance(file, str) and file.isprintable() else "FILE.py"
-    remedy = f"give the recipe file with its class: --recipe {shlex.quote(file)} (in Python: recipe={file!r})"
-    if own is not None:  # by --recipe, or as the first word of `dtgpt train`
-        remedy = f"give the recipe file that has the class instead: {shlex.quote(file)}"
-    if name is None:
-        told = f"the architecture {shown_name(architecture)}, and this dtgpt has {', '.join(architectures())}"
-        remedy = f"use the dtgpt that wrote it, or {remedy}"  # of a newer dtgpt, or of a class of a user's own
-    else:
-        told = f"the class {shown_name(name)}, which is not dtgpt's"
-    if own is not None:
-        told += f", and the model of the recipe given is a {own.__qualname__}"
-    raise UserError(f"{where} has a model of {told}; {remedy}")
+    told = f"{where} has a model of {shown_name(name or architecture)}, which is not here; give the recipe that has it"
+    raise UserError(next((explain(where, state, own) for explain in seams.listed("foreign_models")), told))

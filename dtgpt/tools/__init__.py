@@ -17,5 +17,5 @@ CAPABILITY = Capability(
     },
     explanations=("dtgpt.tools.recipe:EXPLANATIONS",),
     near_paths=("dtgpt.tools.near_path:near_path",),
-    peaks=("dtgpt.tools.peaks:peak_flops",),
+    foreign_models=("dtgpt.tools.foreign_models:explain",),
 )

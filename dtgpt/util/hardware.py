@@ -4,8 +4,6 @@ and the source revision.
 A run says which machine it was on, so that its speed can be judged and its numbers be had again, and what this machine
 cannot do is told before a model is built. The other files take a `torch.device`, and ask here."""
 
-import ctypes
-import functools
 import importlib.util
 import os
 import platform
@@ -103,24 +101,6 @@ def peak_memory(device: torch.device) -> float:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy without waiting: through pinned memory where the device is CUDA."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of glibc's `mallopt`
-NEVER = -1
-LARGEST = 1 << 30  # bytes of a tensor whose memory is kept
-STEP = 1 << 26  # bytes by which the process grows
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let glibc keep what tensors of up to LARGEST bytes free, for the tensors that follow. By its defaults it gives
-    their memory back to the system, and a training step has it mapped, cleared and faulted in again page by page. Does
-    nothing where the environment sets glibc's `MALLOC_` variables, or where the library is another one."""
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    set_option = ctypes.CDLL(None).mallopt
-    for option, value in ((MMAP_THRESHOLD, LARGEST), (TRIM_THRESHOLD, NEVER), (TOP_PAD, STEP)):
-        set_option(option, value)
 
 
 PACKAGES = (

@@ -83,9 +83,6 @@ class Condition:
         """Yield the names of the fields for which it holds."""
         return (name for name in self.names if self.fits(values, name))
 
-    def __str__(self) -> str:
-        return f"{' or '.join(self.names)} is {type(self).__name__.lower()}"
-
 
 class Given(Condition):
     """A field has a value that asks for something, none of OFF."""
@@ -118,10 +115,6 @@ class Is(Condition):
     def fits(self, values: Values, name: str) -> bool:
         other = values.look(self.value.name) if isinstance(self.value, Other) else self.value
         return bool(RELATIONS[self.relation](values.look(name), other))
-
-    def __str__(self) -> str:
-        value = self.value.name if isinstance(self.value, Other) else repr(self.value)
-        return f"{self.names[0]} {self.relation} {value}"
 
 
 class Rule:

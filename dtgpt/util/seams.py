@@ -121,6 +121,8 @@ class Capability:
     caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
     memory_checks: tuple[str, ...] = ()  # before a rank allocates: of settings, rank and ranks of its node
     near_paths: tuple[str, ...] = ()  # finds a path like one that does not exist
+    cpu_starts: tuple[str, ...] = ()  # called before a run on a CPU allocates
+    foreign_models: tuple[str, ...] = ()  # says what to do with a checkpoint of a class that is not here
     peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
     flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it

@@ -27,7 +27,7 @@ import pytest
 from dtgpt.config.recipe import Recipe
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern, annotations, misfit
-from dtgpt.util.rules import Rules
+from dtgpt.util.rules import Condition, Is, Other, Rules
 
 HELP = "write the sentences of the UserErrors that each test saw, for python -m tests.support.refusals compare"
 PACKAGE = Path(__file__).parents[2] / "dtgpt"
@@ -204,7 +204,7 @@ def tell_rules(rules: Rules, prefix: str = "") -> Iterator[Listed]:
     """Yield each rule, by the fields that its first condition is about. prefix: of the names in the rules."""
     for rule in rules:
         first = ", ".join(prefix + name for name in rule.conditions[0].names)
-        yield Listed(first, "rule", " and ".join(map(str, rule.conditions)), rule.sentence)
+        yield Listed(first, "rule", " and ".join(map(_words_of, rule.conditions)), rule.sentence)
 
 
 def main(words: list[str]) -> int:
@@ -226,6 +226,13 @@ def main(words: list[str]) -> int:
             print(__doc__)
             return 2
     return 0
+
+
+def _words_of(condition: Condition) -> str:
+    if not isinstance(condition, Is):
+        return f"{' or '.join(condition.names)} is {type(condition).__name__.lower()}"
+    value = condition.value.name if isinstance(condition.value, Other) else repr(condition.value)
+    return f"{condition.names[0]} {condition.relation} {value}"
 
 
 if __name__ == "__main__":

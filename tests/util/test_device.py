@@ -9,11 +9,11 @@ from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.ops.kernels.devices import below_ampere
 from dtgpt.planning.memory_check import check_memory
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.tools.peaks import peak_of_name
 from dtgpt.train import setup
 from dtgpt.train.start import find_resume_point, make_job
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_device, memory_errors_as_user_errors
+from dtgpt.util.machine.peaks import peak_of_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -1,0 +1,8 @@
+"""What is known of machines: their peak rates, and how the C library keeps memory."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(
+    cpu_starts=("dtgpt.util.machine.heap:keep_freed_memory",),
+    peaks=("dtgpt.util.machine.peaks:peak_flops",),
+)
