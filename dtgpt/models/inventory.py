@@ -15,12 +15,12 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dtgpt.models.binding import BoundModule, bind, on_meta
-from dtgpt.models.layers import AttentionCore, Context, Dropout
+from dtgpt.models.binding import BoundModule, on_meta
+from dtgpt.models.layers import AttentionCore, Dropout
 from dtgpt.models.roles import Role, Roles, role_of
-from dtgpt.ops.attention.core import AttentionRule
+from dtgpt.util import seams
 
 Shape = tuple[int, ...]
 Rows = tuple[range, ...]  # of a matrix that lies among others in one weight
@@ -76,11 +76,6 @@ class Core(NamedTuple):
     softcap: bool = False  # whether scores are bounded softly
     sinks: bool = False  # whether heads have sinks
     scaled: bool = False  # whether scores have another factor than 1 / sqrt(D)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether attention is causal and nothing else."""
-        return self == Core(self.kv_heads, self.head_dim)
 
     def seen(self, length: int) -> int:
         """Return the number of tokens by which the FLOPs of attention are counted in a sample of `length` tokens.
@@ -226,39 +221,15 @@ def _cores(config: Shaped, index: int) -> tuple[Core, ...]:
     """Return what the cores of a block say that they are given. Measure it where one does not say it: a configuration
     does not know how its blocks share heads."""
     with on_meta():
-        block, x = config.make_block(index), torch.empty(1, 1, config.hidden_size)
+        block = config.make_block(index)
     cores = attention_cores(block)
     known = tuple(_known(core, *core.heads) for core in cores if core.heads is not None)
     if len(known) == len(cores):
         return known
-    recorders = [_SizeRecorder() for _ in cores]
-    for core, recorder in zip(cores, recorders, strict=True):
-        bind(core, cache=recorder)
-    with torch.no_grad():
-        block(x, Context())
-    for recorder in recorders:
-        if recorder.num_heads != config.num_heads:
-            raise ValueError(
-                f"block {index} has an attention core with {recorder.num_heads} heads of queries, but "
-                f"model.num_heads={config.num_heads} counts for every block; heads of keys and values may differ"
-            )
-    return tuple(recorder.core for recorder in recorders)
+    missing = f"an attention core of block {index} does not say the heads that it gets; give it heads=(N_kv, D)"
+    return seams.first("core_sizes", missing)(config, index, block)
 
 
 def _known(core: AttentionCore, kv_heads: int, head_dim: int) -> Core:
     has = (core.softcap is not None, core.sinks is not None, core.scale is not None)
     return Core(kv_heads, head_dim, core.window, *has)
-
-
-class _SizeRecorder:
-    """A cache that keeps the sizes of its first keys alone."""
-
-    num_heads = 0
-    core = Core(0, 0)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        sizes = k.shape[2], k.shape[3]
-        self.num_heads = q.shape[2]
-        has = (value is not None for value in (rule.softcap, rule.sinks, rule.scale))
-        self.core = Core(*sizes, rule.window, *has)
-        return torch.empty_like(q)

@@ -193,11 +193,6 @@ class AttentionCore(BoundModule):
         self.window, self.softcap, self.scale = window, softcap, scale
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether this is causal attention and nothing else."""
-        return all(value is None for value in (self.window, self.softcap, self.scale, self.sinks))
-
     def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, seen: Seen, first_head: int | None = None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""

@@ -30,7 +30,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.binding import bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.roles import Role, matches, patterns_of
+from dtgpt.models.roles import Role, matches
 from dtgpt.parallel.collectives import Collectives, GroupCollectives
 from dtgpt.util import seams
 
@@ -140,7 +140,6 @@ class _Whole(torch.autograd.Function):
 
 
 OUTPUTS: Mapping[str, int] = {"weight": 0, "bias": 0}  # dimensions of a linear map's parameters `[out, in]`, `[out]`
-INPUTS: Mapping[str, int] = {"weight": 1}
 
 
 class Columnwise(ColwiseParallel):
@@ -337,31 +336,9 @@ def style_of(module: str, table: Table) -> ParallelStyle | None:
 
 def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
     """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
-    if plan.tp == 1 or not plan.table:
-        return [plan.tp] * config.num_layers
-    table, patterns = make_table(config, plan), patterns_of(Role.QKV, config.roles)
-
-    def cut(block: int) -> bool:
-        names = [pattern.replace("*", str(block), 1) for pattern in patterns]
-        return any(leaves_a_part(style_of(name, table)) for name in names)
-
-    return [plan.tp if cut(block) else 1 for block in range(config.num_layers)]
-
-
-def leaves_a_part(style: ParallelStyle | None) -> bool:
-    """Return whether a linear map of this style leaves each rank its own part of the output's features."""
-    whole = isinstance(style, ColwiseParallel) and any(layout.is_replicate() for layout in style.output_layouts)
-    return dims_of(style).get("weight") == 0 and not whole
-
-
-def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
-    """Return the dimension of each parameter, by its name in the module, that a style cuts. Styles of torch are known
-    by their class."""
-    if isinstance(style, Partition):
-        return style.dims
-    if isinstance(style, ColwiseParallel | VocabularyRows):
-        return OUTPUTS
-    return INPUTS if isinstance(style, RowwiseParallel) else {}
+    for find in seams.listed("head_degrees") if plan.tp > 1 and plan.table else ():
+        return find(config, plan)
+    return [plan.tp] * config.num_layers
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:

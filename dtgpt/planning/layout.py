@@ -37,7 +37,8 @@ class Layout:
     def _make(self, parameter: Parameter) -> ParameterLayout:
         if self.plan.tp == 1:
             return ParameterLayout(parameter.shape, self.axes, ZERO)
-        from dtgpt.parallel.tensor import dims_of, style_of
+        from dtgpt.parallel.local_weights.dims import dims_of
+        from dtgpt.parallel.tensor import style_of
 
         module, _, kind = parameter.name.rpartition(".")
         style = style_of(module, self._table or {})

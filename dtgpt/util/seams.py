@@ -81,6 +81,7 @@ class Capability:
     role_styles: Mapping[str, str] = field(default_factory=dict)  # of a role: what makes its `ParallelStyle`, by name
     activations: tuple[str, ...] = ()  # of MLPs: what finds one, like `ops.activations.activation`
     rotary_scalings: tuple[str, ...] = ()  # of positions: frequencies, for a `Rotation` and its waves
+    head_degrees: tuple[str, ...] = ()  # of blocks, under a plan with a table: what finds the ranks that cut heads
     table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
@@ -123,6 +124,7 @@ class Capability:
     near_paths: tuple[str, ...] = ()  # finds a path like one that does not exist
     cpu_starts: tuple[str, ...] = ()  # called before a run on a CPU allocates
     foreign_models: tuple[str, ...] = ()  # says what to do with a checkpoint of a class that is not here
+    core_sizes: tuple[str, ...] = ()  # of a block's attention cores that do not say theirs: what measures them
     peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
     flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it

@@ -14,7 +14,7 @@ from dtgpt.inference.step import ExactBits, Step
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.inventory import attention_cores, inventory
+from dtgpt.models.inventory import Core, attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
@@ -93,7 +93,9 @@ class _Bits:
         with torch.device("meta"):
             known = all(_has_kernels(config.make_block(index)) for index in kinds)
         cores = [core for index in kinds for core in parts.cores(index)]
-        if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
+        if not known or any(
+            core.head_dim not in HEAD_SIZES or core != Core(core.kv_heads, core.head_dim) for core in cores
+        ):
             raise UserError(NO_KERNELS)
 
     def exact_scores(
@@ -147,7 +149,8 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     if not usable or any(decode_weights(module) is None for module in modules) or not sizes <= set(HEAD_SIZES):
         return None
     blocks = [block for stage in stages for block in stage.blocks.values()]
-    if not all(core.is_plain for block in blocks for core in attention_cores(block)):
+    cores = [core for block in blocks for core in attention_cores(block)]
+    if any(value is not None for core in cores for value in (core.window, core.softcap, core.scale, core.sinks)):
         return None
     if len(cache.layers) != len(blocks) or not all(map(_has_kernels, blocks)):
         return None

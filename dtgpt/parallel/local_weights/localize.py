@@ -39,7 +39,8 @@ def inference_table(config: ModelConfig, plan: Plan) -> "Table":
         )
     if plan.tp == 1:
         return {}
-    from dtgpt.parallel.tensor import Partition, default_table, dims_of  # DTensor, which takes a second to import
+    from dtgpt.parallel.local_weights.dims import dims_of  # DTensor takes a second to import
+    from dtgpt.parallel.tensor import Partition, default_table
 
     styles = default_table(config, sequence_parallel=False, seq_length=config.seq_length, peers=None)
     return {pattern: Partition(**dims) for pattern, style in styles.items() if (dims := dims_of(style))}

@@ -16,7 +16,8 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, matches, patterns_of, role_of
 from dtgpt.parallel.collectives import Collectives
-from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, leaves_a_part, style_of
+from dtgpt.parallel.own_styles.heads import leaves_a_part
+from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, style_of
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
