@@ -18,6 +18,7 @@ from pathlib import Path
 from train_step import make_recipe
 
 from dtgpt.train.setup import open_trainer
+from dtgpt.util.shared.as_loaded import as_loaded
 
 LAST = 100  # steps whose mean loss is compared
 
@@ -28,7 +29,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> dict:
     with open_trainer(make_recipe(args, overrides, "single")[0]) as training:
         results = [training.train_step() for _ in range(args.steps)]
         held_out = training.held_out_loss()
-        with training.as_loaded():
+        with as_loaded(training):
             loaded = training.held_out_loss()
         assert held_out is not None and loaded is not None
         losses = [training.mean_loss(result) for result in results]

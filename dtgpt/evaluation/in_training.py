@@ -14,6 +14,7 @@ from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.as_loaded import as_loaded
 
 
 def tasks_of(log: LogConfig) -> list[Asked]:
@@ -80,7 +81,7 @@ class TaskEvaluation(Observer):
             prepared = self._prepared[number] if self._prepared else None
             # Batches of other shapes would be compiled anew.
             try:
-                with torch.compiler.set_stance("force_eager"), trainer.as_loaded(), whole_samples(trainer.stages):
+                with torch.compiler.set_stance("force_eager"), as_loaded(trainer), whole_samples(trainer.stages):
                     scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
             except NotFinite as error:  # the loss decides whether the run goes on
                 say(f"{asked.task.name} at step {trainer.step} has no result: {error}", warning=True)

@@ -10,8 +10,7 @@ elements of each parameter this rank has (`parallel/build.py`), how micro-batche
 which samples of the global batch are this rank's (the objective).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -166,14 +165,6 @@ class Trainer:
         same on every rank; None where there is none, or when `interrupted` became true in between."""
         found = self.held_out(part, interrupted)
         return None if found is None else (found.figures["loss"], found.figures.get("bits_per_byte"))
-
-    @contextmanager
-    def as_loaded(self) -> Iterator[None]:
-        """Compute, while the context lasts, as a model does that is loaded from a checkpoint."""
-        with ExitStack() as stack:
-            for state in self.optimizer.states:
-                stack.enter_context(state.as_loaded())
-            yield
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from torch import Tensor
 import dtgpt
 from dtgpt.util import seams
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError
 
 
 def device_name(device: torch.device) -> str:
@@ -54,23 +53,11 @@ def total_memory(device: torch.device) -> int:
 
 @contextmanager
 def memory_errors_as_user_errors(remedy: str) -> Iterator[None]:
-    """Raise UserError, with this remedy, instead of what PyTorch raises when memory runs out."""
-    try:
+    """Let a capability raise UserError, with this remedy, instead of what PyTorch raises when memory runs out."""
+    with ExitStack() as stack:
+        for told in seams.listed("memory_errors"):
+            stack.enter_context(told(remedy))
         yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise UserError(f"the device ran out of memory{_in_use()}; {remedy}") from None
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
-            raise
-        raise UserError(f"the machine ran out of memory; {remedy}") from None
-
-
-def _in_use() -> str:
-    """Return what the allocator of this process's GPU gave out at most, and what it held for that, in words."""
-    if not torch.cuda.is_initialized():
-        return ""
-    allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
-    return f" ({allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved)"
 
 
 def why_no_compiler(device: torch.device) -> str | None:

@@ -125,6 +125,7 @@ class Capability:
     cpu_starts: tuple[str, ...] = ()  # called before a run on a CPU allocates
     foreign_models: tuple[str, ...] = ()  # says what to do with a checkpoint of a class that is not here
     core_sizes: tuple[str, ...] = ()  # of a block's attention cores that do not say theirs: what measures them
+    memory_errors: tuple[str, ...] = ()  # a context in which they are told, with a remedy
     peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
     flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it

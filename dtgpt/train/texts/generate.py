@@ -14,6 +14,7 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import NotFinite, PromptJob
 from dtgpt.train.objective import never
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.shared.as_loaded import as_loaded
 
 SHOWN = 3  # beginnings that a sample goes on with
 
@@ -34,7 +35,7 @@ def generate_text(trainer: Trainer, interrupted: Callable[[], bool] = never) -> 
         jobs = [PromptJob(ids, replace(options, max_new_tokens=tokens), trainer.step)]
         if not tokens:  # a model of one position
             return log.prompt
-    with trainer.as_loaded():
+    with as_loaded(trainer):
         text = _generate(trainer, jobs, None if beginnings else log.prompt, interrupted)
     return None if trainer.mesh.any(interrupted()) else text
 
