@@ -86,8 +86,3 @@ GATED: dict[GatedName, Callable[[Tensor], Tensor]] = {
     "relu2": partial(gated, name="relu2"),
     "clamped_swiglu": partial(gated, name="clamped_swiglu"),
 }
-
-
-def activation_of(name: str, gated: bool) -> Callable[..., Tensor]:
-    """Return the function of this name."""
-    return (GATED if gated else BIASED)[name]  # type: ignore[index]

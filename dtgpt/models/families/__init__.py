@@ -11,6 +11,6 @@ CAPABILITY = Capability(
         "gpt_oss": "dtgpt.models.families.gpt_oss:GptOssConfig",
         "track3": "dtgpt.models.families.track3:Track3Config",
     },
-    activations=("dtgpt.ops.more_activations:activation_of",),
+    activations=("dtgpt.models.families.activations:activation_of",),
     rotary_scalings=("dtgpt.models.families.rotary_scalings:scaled",),
 )
