@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import resource
 import torch
-from dtgpt.util.machine.heap import keep_freed_memory
+from dtgpt.util.machine.machine import keep_freed_memory
 
 keep_freed_memory()
 for turn in range(20):

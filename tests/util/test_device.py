@@ -13,7 +13,7 @@ from dtgpt.train import setup
 from dtgpt.train.start import find_resume_point, make_job
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_device, memory_errors_as_user_errors
-from dtgpt.util.machine.peaks import peak_of_name
+from dtgpt.util.machine.machine import peak_of_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

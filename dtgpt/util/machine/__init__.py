@@ -3,7 +3,7 @@
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
-    cpu_starts=("dtgpt.util.machine.heap:keep_freed_memory",),
-    memory_errors=("dtgpt.util.machine.memory_errors:memory_errors_as_user_errors",),
-    peaks=("dtgpt.util.machine.peaks:peak_flops",),
+    cpu_starts=("dtgpt.util.machine.machine:keep_freed_memory",),
+    memory_errors=("dtgpt.util.machine.machine:memory_errors_as_user_errors",),
+    peaks=("dtgpt.util.machine.machine:peak_flops",),
 )
