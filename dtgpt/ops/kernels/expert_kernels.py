@@ -26,9 +26,21 @@ def find_rows(ends, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def product_kernel(
-    x, weight, ends, y, N, K, per_expert, per_row, per_column, E: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    ends,
+    y,
+    N,
+    K,
+    per_expert,
+    per_row,
+    per_column,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """Compute a tile of y `[M, N]` from x `[M, K]` and the matrix `[N, K]` of the tile's expert."""
     expert, begin, end = find_rows(ends, tl.program_id(0), E, EXPERTS, ROWS)
     if expert < E:
@@ -51,9 +63,7 @@ def product_kernel(
 
 
 @triton.jit
-def outer_kernel(
-    dy, x, ends, dweight, N, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr
-):  # fmt: skip
+def outer_kernel(dy, x, ends, dweight, N, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
     """Compute a tile of the gradient `[N, K]` of an expert's matrix from its rows of dy `[M, N]` and x `[M, K]`, in
     their order; zeros where it has none."""
     expert = tl.program_id(2)
