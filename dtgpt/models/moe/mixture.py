@@ -41,7 +41,7 @@ class Correction(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Correction":
         """Let a cast of the model change the device alone."""
-        return super()._apply(lambda x: made if (made := fn(x)).dtype == x.dtype else made.to(x.dtype), recurse)
+        return super()._apply(lambda x: made if (made := fn(x)).dtype == x.dtype else x.to(made.device), recurse)
 
     def forward(self, logits: Tensor) -> Tensor:
         """Return the logits, of which this is a part whose gradient is zero: every parameter has one."""
