@@ -385,4 +385,78 @@ FAULTS = [
         "Rotation(theta=self.rope_local_theta) if self.is_local(index) else self.rotation",
         "self.rotation",
     ),
+    Fault(
+        "experts: of equal scores any index comes first",
+        "dtgpt/ops/experts/routing.py",
+        "scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]",
+        "scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count] * -1 + scores.shape[-1] - 1",
+    ),
+    Fault(
+        "experts: a router multiplies in 16 bits",
+        "dtgpt/ops/experts/routing.py",
+        "return linear(x.to(wide), weight.to(wide), None)",
+        "return linear(x, weight.to(x.dtype), None).to(wide)",
+    ),
+    Fault(
+        "experts: the weights of a token add up to 1 where they should not",
+        "dtgpt/ops/experts/routing.py",
+        "logits.logsumexp(-1, keepdim=True)",
+        "own.logsumexp(-1, keepdim=True)",
+    ),
+    Fault(
+        "experts: the gradient of a router is lost while the loss is right",
+        "dtgpt/ops/experts/rows.py",
+        "return dy, torch.stack(list(products), 1).to(weights.dtype)",
+        "return dy, 0 * torch.stack(list(products), 1).to(weights.dtype)",
+    ),
+    Fault(
+        "experts: weights that are corrected for the choice are corrected, too",
+        "dtgpt/models/moe/mixture.py",
+        "experts = choose(logits, self.rule, correction)",
+        "experts = choose(logits, self.rule, correction)\n        logits = logits if correction is None else logits + correction",
+    ),
+    Fault(
+        "experts: a token adds its rows in the order of experts",
+        "dtgpt/ops/experts/rows.py",
+        "return weighted_rows(y, weights, order.places)",
+        "places, own = order.places.sort(-1)\n        return weighted_rows(y, weights.gather(-1, own), places)",
+    ),
+    Fault(
+        "experts: gradients of rows are added in the order of experts",
+        "dtgpt/ops/experts/rows.py",
+        "return _sum_rows(grad.contiguous(), places), None",
+        "return _sum_rows(grad.contiguous(), places.sort(-1).values), None",
+    ),
+    Fault(
+        "experts: an expert has the first row of the next one",
+        "dtgpt/ops/experts/rows.py",
+        "torch.searchsorted(by_expert, known, right=True, out_int32=True)",
+        "torch.searchsorted(by_expert, known, right=True, out_int32=True).add(1).clamp(max=len(flat))",
+    ),
+    Fault(
+        "experts: a correction is rounded with the weights",
+        "dtgpt/models/moe/mixture.py",
+        "made if (made := fn(x)).dtype == x.dtype else x.to(made.device)",
+        "fn(x)",
+    ),
+    Fault(
+        "experts: the bias of an expert's output is not weighted",
+        "dtgpt/models/moe/mixture.py",
+        "return summed(made, choice.weights.flatten(0, -2), order).view_as(x)",
+        "bias = 0 if self.down.bias is None else (self.down.bias.to(x.dtype)[choice.experts]"
+        " * (1 - choice.weights[..., None])).sum(-2)\n"
+        "        return summed(made, choice.weights.flatten(0, -2), order).view_as(x) + bias",
+    ),
+    Fault(
+        "experts: FLOPs count all of them",
+        "dtgpt/models/moe/config.py",
+        "return whole // self.num_experts * self.experts_per_token if role in STACKS else whole",
+        "return whole",
+    ),
+    Fault(
+        "experts: a part of a stack is read from its first expert on",
+        "dtgpt/interop/hf/experts.py",
+        "for n in experts or range(1)",
+        "for n in range(max(1, len(experts)))",
+    ),
 ]  # fmt: skip
