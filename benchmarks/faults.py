@@ -412,8 +412,9 @@ FAULTS = [
     Fault(
         "experts: weights that are corrected for the choice are corrected, too",
         "dtgpt/models/moe/mixture.py",
-        "experts = choose(logits, self.rule, correction)",
-        "experts = choose(logits, self.rule, correction)\n        logits = logits if correction is None else logits + correction",
+        "return Choice(experts, weigh(logits, experts, self.rule))",
+        "bent = logits if correction is None else logits + correction\n"
+        "        return Choice(experts, weigh(bent, experts, self.rule))",
     ),
     Fault(
         "experts: a token adds its rows in the order of experts",
