@@ -2,6 +2,10 @@
 
 hardware   2 CPU cores
 command    python recipes/moe_tiny.py
+expect     two minutes, loss 6.9 -> 2.1, validation loss 1.59 bits/byte (text of Python 3.11). With one expert of twice
+           the width, so that a token meets as many parameters: 1.61
+
+dense      ... --model.num_experts 1 --model.experts_per_token 1 --model.ffn_hidden_size 352
 """
 
 from dtgpt.cli import run_recipe

@@ -4,6 +4,12 @@ hardware   one H200, or two or more GPUs of 80 GB with --plan zero3
 plan       dtgpt plan recipes/olmoe_1b_7b.py --world 1 --gpu H200
 command    torchrun --nproc-per-node 8 recipes/olmoe_1b_7b.py --plan zero3 --data.path tokens_text_document
 fine-tune  torchrun --nproc-per-node 8 recipes/olmoe_1b_7b.py --plan zero3 --init_from OLMoE-1B-7B-0924
+           --data.path tokens_text_document --optimizer.lr 1e-5 --optimizer.min_lr 1e-6 --optimizer.warmup 100
+           --steps 1000 --global_batch_size 64
+short run  ... --steps 20 --optimizer.warmup 2 --global_batch_size 8
+expect     not measured yet
+
+Batch and learning rates are those of the paper, 4 M tokens a step; docs/moe.md tells what the model has.
 """
 
 from dtgpt.cli import run_recipe

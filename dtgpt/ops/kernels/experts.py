@@ -5,11 +5,13 @@ Triton kernel each way. Both sum K in one chain, so that a row's bits do not dep
 of weights sum an expert's rows in their order.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dtgpt.ops.experts.products import masked_product, outer_op, product_op
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, takes_custom_op, why_below, why_no_triton
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
 from dtgpt.ops.serve import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 
@@ -61,5 +63,11 @@ GROUPED_PRODUCT = (
         "of what Triton does not take, such as a schedule that splits backward in other types than bf16",
     ),
 )
-WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given)),)
-WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given)),)
+
+
+def _sums(x: Tensor, *_: Any) -> bool:
+    return x.dtype in SERVED and has_triton(x)
+
+
+WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given), _sums),)
+WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given), _sums),)
