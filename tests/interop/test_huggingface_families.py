@@ -144,6 +144,7 @@ def test_what_transformers_does_not_compute_is_not_written(family, settings, wor
 NOT_WRITTEN = [
     *((family, {"window": 5}, "model.window=5") for family in WITHOUT_WINDOWS),
     ("qwen3_moe", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("mixtral", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
     ("qwen3_moe", {"attention_bias": "qkv"}, "model.attention_bias=qkv"),
     ("qwen3_moe", {"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
 ]
@@ -204,6 +205,9 @@ OTHERS = [
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false"), ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act="),
     ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null"), ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
     ("gpt_oss", {"rope_parameters": {"full_attention": {}}}, "rope_parameters="),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; in training that multiplies"),
+    ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+    ("mixtral", {"num_experts_per_tok": 0}, "model.experts_per_token=0"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ("qwen3_moe", {"decoder_sparse_step": 2.0}, "decoder_sparse_step=2.0"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),

@@ -12,6 +12,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
+from dtgpt.models.families.mixtral import MixtralConfig
 from dtgpt.models.families.olmo3 import Olmo3Config
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.families.qwen3_moe import Qwen3MoeConfig
@@ -37,6 +38,8 @@ MODELS = {
     "phi3": ("Phi3", "Phi3", {**GROUPED, "sliding_window": 9}),
     "olmoe": ("Olmoe", "Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0,
                                  "rope_parameters": PLAIN}),
+    "mixtral": ("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2,
+                                       "sliding_window": 7}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {**GROUPED, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8,
                                            "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1],
                                            "use_sliding_window": True, "sliding_window": 7}),
@@ -77,13 +80,17 @@ def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> d
     return stacked_experts(out)
 
 
+MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by their names in files under those of transformers' modules, whose experts are stacks: gate above
     up, and down."""
     out, experts = {}, defaultdict[str, dict[int, dict[str, Tensor]]](lambda: defaultdict(dict))
     for name, tensor in tensors.items():
+        name = name.replace("block_sparse_moe", "mlp")  # Mixtral's, whose matrices have other names in files, too
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
-            experts[found[1]][int(found[2])][found[3]] = tensor
+            experts[found[1]][int(found[2])][MATRICES.get(found[3], found[3])] = tensor
         else:
             out[name] = tensor
     for name, own in experts.items():
@@ -101,7 +108,7 @@ def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
     twin.tie_weights()
 
 
-EXPERTS = ("olmoe", "qwen3_moe")  # families of MODELS
+EXPERTS = ("olmoe", "mixtral", "qwen3_moe")  # families of MODELS
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
 OURS: dict[str, ModelConfig] = {  # for plans
@@ -114,5 +121,6 @@ OURS: dict[str, ModelConfig] = {  # for plans
 SPARSE = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
 OURS_WITH_EXPERTS: dict[str, ModelConfig] = {
     "olmoe": OlmoeConfig(**SPARSE | {"window": 0}, clip_qkv=1.0, dropout=0.1),
+    "mixtral": MixtralConfig(**SPARSE),
     "qwen3_moe": Qwen3MoeConfig(**SPARSE, expert_size=24, expert_pattern="EDE", attention_bias="all", dropout=0.1),
 }

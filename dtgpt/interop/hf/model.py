@@ -35,6 +35,7 @@ from dtgpt.interop.hf.gpt2 import GPT_2
 from dtgpt.interop.hf.gpt_neo import GPTNeo
 from dtgpt.interop.hf.gpt_oss import GptOss
 from dtgpt.interop.hf.llama import FAMILIES, LLAMA
+from dtgpt.interop.hf.mixtral import Mixtral
 from dtgpt.interop.hf.olmo3 import Olmo3
 from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.interop.hf.phi3 import Phi3
@@ -66,6 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Phi3(),
     "olmo3": Olmo3(),
     "olmoe": Olmoe(),
+    "mixtral": Mixtral(),
     "qwen3_moe": Qwen3Moe(),
     "gemma3_text": Gemma3(),
     "gpt_oss": GptOss(),

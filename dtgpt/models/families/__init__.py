@@ -6,6 +6,7 @@ CAPABILITY = Capability(
     architectures={
         "gpt_neo": "dtgpt.models.families.gpt_neo:GPTNeoConfig",
         "olmoe": "dtgpt.models.families.olmoe:OlmoeConfig",
+        "mixtral": "dtgpt.models.families.mixtral:MixtralConfig",
         "qwen3_moe": "dtgpt.models.families.qwen3_moe:Qwen3MoeConfig",
         "olmo3": "dtgpt.models.families.olmo3:Olmo3Config",
         "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",
