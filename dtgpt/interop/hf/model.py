@@ -34,6 +34,7 @@ from dtgpt.interop.hf.gemma3 import Gemma3
 from dtgpt.interop.hf.gpt2 import GPT_2
 from dtgpt.interop.hf.gpt_neo import GPTNeo
 from dtgpt.interop.hf.gpt_oss import GptOss
+from dtgpt.interop.hf.granitemoe import GraniteMoe
 from dtgpt.interop.hf.llama import FAMILIES, LLAMA
 from dtgpt.interop.hf.mixtral import Mixtral
 from dtgpt.interop.hf.olmo3 import Olmo3
@@ -67,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Phi3(),
     "olmo3": Olmo3(),
     "olmoe": Olmoe(),
+    "granitemoe": GraniteMoe(),
     "mixtral": Mixtral(),
     "qwen3_moe": Qwen3Moe(),
     "gemma3_text": Gemma3(),
