@@ -161,13 +161,14 @@ def cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return out
 
 
-def shortest_pattern(local: list[bool]) -> str:
-    """Return the shortest `window_pattern` by which these blocks have a window."""
-    letters = "".join(LOCAL if each else GLOBAL for each in local)
+def shortest_pattern(kinds: list[bool], names: str = LOCAL + GLOBAL) -> str:
+    """Return the shortest text that, repeated, has the first letter of `names` for blocks of a kind and the second for
+    others: the `window_pattern` of blocks with a window."""
+    letters = "".join(names[0] if each else names[1] for each in kinds)
     if len(letters) > MOST_KINDS:
         return letters
     sizes = (size for size in range(1, len(letters) + 1) if letters[size:] == letters[: len(letters) - size])
-    return letters[: next(sizes, 0)] or LOCAL
+    return letters[: next(sizes, 0)] or names[0]
 
 
 class Watched(Source):

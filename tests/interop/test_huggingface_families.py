@@ -1,5 +1,5 @@
-"""Folders of GPT-Neo, OLMo 3, Gemma 3, GPT-OSS, Phi-3, Qwen2.5 and Ministral, read and written; the other side is
-transformers itself."""
+"""Folders of families whose layers differ, and of those with experts, read and written; the other side is transformers
+itself."""
 
 import json
 from contextlib import suppress
@@ -11,11 +11,12 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dtgpt.checkpoint.load import differing
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
-from tests.support.families import MODELS, OURS, their_config, their_model
+from tests.support.families import MODELS, OURS, OURS_WITH_EXPERTS, their_config, their_model
 from tests.support.sources import check_parts, filled, refused
 from tests.support.whole_model import build_model
 
@@ -34,7 +35,7 @@ def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     if family != "phi3":  # which is written as a Mistral
         before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "again"))
         assert before.keys() == after.keys()
-        kept = {name for name in before if ".router." not in name}
+        kept = {name for name in before if family != "gpt_oss" or ".router." not in name}
         assert all(torch.equal(before[n].view(torch.int32), after[n].view(torch.int32)) for n in kept)
         assert not any(t.any() for name, t in after.items() if name not in kept)  # routers of one expert
     assert HuggingFace(tmp_path / "again").config == source.config
@@ -59,11 +60,20 @@ def test_a_tied_output_may_be_stored_too_or_alone(tmp_path, family, words):
     refused(lambda: written(tensors[table] + 1), str(tmp_path), words)
 
 
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss"])
+OWN = {**OURS, **OURS_WITH_EXPERTS}
+WITHOUT_WINDOWS = ["olmoe", "granitemoe"]  # in transformers
+WINDOWS = [
+    (family, window)
+    for family in ("gpt_neo", "olmo3", "gemma3", "gpt_oss", *OURS_WITH_EXPERTS)
+    for window in ((0,) if family in WITHOUT_WINDOWS else (0, 5))
+]
+
+
+@pytest.mark.parametrize(("family", "window"), WINDOWS)
 def test_a_model_of_dtgpt_is_one_of_transformers(tmp_path, family, window):
-    ours = scatter(build_model(replace(OURS[family], window=window), torch.device("cpu"), torch.float32, root_key(3)))
+    ours = scatter(build_model(replace(OWN[family], window=window), torch.device("cpu"), torch.float32, root_key(3)))
     save_huggingface(InMemory(ours), tmp_path / "out")
+    assert not differing(HuggingFace(tmp_path / "out").config, ours.config)
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()) and same_logits(ours, theirs.eval())
 
@@ -131,6 +141,21 @@ def test_what_transformers_does_not_compute_is_not_written(family, settings, wor
     refused(lambda: ARCHITECTURES[config.architecture].write_config(config), words)
 
 
+NOT_WRITTEN = [
+    *((family, {"window": 5}, "model.window=5") for family in WITHOUT_WINDOWS),
+    ("qwen3_moe", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("mixtral", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("qwen3_moe", {"attention_bias": "qkv"}, "model.attention_bias=qkv"),
+    ("qwen3_moe", {"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "words"), NOT_WRITTEN)
+def test_what_a_family_with_experts_has_not_there_is_not_written(family, settings, words):
+    config = replace(OURS_WITH_EXPERTS[family], **settings)
+    refused(lambda: ARCHITECTURES[config.architecture].write_config(config), words, "keep it as a checkpoint")
+
+
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -180,6 +205,26 @@ OTHERS = [
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false"), ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act="),
     ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null"), ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
     ("gpt_oss", {"rope_parameters": {"full_attention": {}}}, "rope_parameters="),
+    ("granitemoe", {"residual_multiplier": -1}, "residual_multiplier=-1"),
+    ("granitemoe", {"logits_scaling": 0}, "logits_scaling=0"),
+    ("granitemoe", {"attention_multiplier": "1"}, "attention_multiplier='1'"),
+    ("granitemoe", {"num_local_experts": 2}, "model.experts_per_token=3 is more than model.num_experts=2"),
+    ("granitemoe", {"attention_bias": 1}, "attention_bias=1"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; in training that multiplies"),
+    ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+    ("mixtral", {"num_experts_per_tok": 0}, "model.experts_per_token=0"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ("qwen3_moe", {"decoder_sparse_step": 2.0}, "decoder_sparse_step=2.0"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),
+    ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=['1']"),
+    ("qwen3_moe", {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, some of them without experts"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "model.experts_per_token=9 is more than model.num_experts=8"),
+    ("qwen3_moe", {"num_experts": 16, "num_local_experts": 8}, "both num_experts=16 and num_local_experts=8"),
+    ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}, "model.num_experts=0"),
+    ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1"),
+    ("qwen3_moe", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+    ("qwen3_moe", {"attention_bias": None}, "attention_bias=null"),
+    ("qwen3_moe", {"model_type": "deepseek_v3"}, "model_type='deepseek_v3'; its attention compresses keys and values"),
     ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "longrope for Phi-3"),
     ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "partial_rotary_factor=0.75"),
 ]  # fmt: skip
@@ -192,11 +237,28 @@ def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, family
     refused(lambda: HuggingFace(tmp_path), str(path), words)
 
 
+def test_more_experts_than_the_file_has_are_one_sentence(tmp_path):
+    their_model("qwen3_moe").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    name = next(key for key in ("num_experts", "num_local_experts") if key in settings)
+    (tmp_path / "config.json").write_text(json.dumps(settings | {name: 9}))
+    refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [9, 48]")
+    (tmp_path / "config.json").write_text(json.dumps(settings | {name: 7}))
+    refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [7, 48]")
+
+
 HOSTILE = ["4", "", -1, 0, 2.5, True, [], {}, 10**30, float("nan"), -1e999]
 NUMBERS = {
     "gpt_neo": ("num_layers", "hidden_size", "num_heads", "window_size", "vocab_size", "layer_norm_epsilon"),
     "olmo3": ("num_hidden_layers", "hidden_size", "num_key_value_heads", "sliding_window", "rms_norm_eps"),
     "gemma3": ("num_hidden_layers", "head_dim", "query_pre_attn_scalar", "sliding_window", "num_attention_heads"),
+    "qwen3_moe": (
+        "num_hidden_layers",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
+        "num_experts_per_tok",
+        "head_dim",
+    ),
     "gpt_oss": ("num_hidden_layers", "intermediate_size", "num_key_value_heads", "swiglu_limit", "num_experts_per_tok"),
 }
 

@@ -1,5 +1,4 @@
-"""Small GPT-Neos, OLMo 3s, OLMoEs, Gemma 3s, Phi-3s, Qwen2.5s, Ministrals and GPT-OSS of transformers, and names of
-parameters there. Used by tests only."""
+"""Small models of transformers by family, and names of parameters there. Used by tests only."""
 
 import re
 from collections import defaultdict
@@ -13,13 +12,17 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
+from dtgpt.models.families.granitemoe import GraniteMoeConfig
+from dtgpt.models.families.mixtral import MixtralConfig
 from dtgpt.models.families.olmo3 import Olmo3Config
+from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.models.families.qwen3_moe import Qwen3MoeConfig
 from dtgpt.models.llama import LlamaConfig
 from tests.interop.test_interop_huggingface import scatter
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": None,
-    "max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": None,
+    "max_position_embeddings": 128, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 GROUPED = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
 YARN = {
@@ -36,6 +39,14 @@ MODELS = {
     "phi3": ("Phi3", "Phi3", {**GROUPED, "sliding_window": 9}),
     "olmoe": ("Olmoe", "Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0,
                                  "rope_parameters": PLAIN}),
+    "granitemoe": ("GraniteMoe", "GraniteMoe", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 3,
+                                                "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                                                "attention_multiplier": 0.2, "logits_scaling": 0.6}),
+    "mixtral": ("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2,
+                                       "sliding_window": 7}),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {**GROUPED, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8,
+                                           "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1],
+                                           "use_sliding_window": True, "sliding_window": 7}),
     "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
                                      "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
@@ -73,13 +84,25 @@ def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> d
     return stacked_experts(out)
 
 
+RENAMED = {  # in files -> in memory: Mixtral's, then Granite's
+    "block_sparse_moe.gate": "mlp.gate",
+    "block_sparse_moe.experts.": "mlp.experts.",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer": "block_sparse_moe.router",
+}
+MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by their names in files under those of transformers' modules, whose experts are stacks: gate above
     up, and down."""
     out, experts = {}, defaultdict[str, dict[int, dict[str, Tensor]]](lambda: defaultdict(dict))
     for name, tensor in tensors.items():
+        for there, inside in RENAMED.items():
+            name = name.replace(there, inside)
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
-            experts[found[1]][int(found[2])][found[3]] = tensor
+            experts[found[1]][int(found[2])][MATRICES.get(found[3], found[3])] = tensor
         else:
             out[name] = tensor
     for name, own in experts.items():
@@ -97,6 +120,7 @@ def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
     twin.tie_weights()
 
 
+EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen3_moe")  # families of MODELS
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
 OURS: dict[str, ModelConfig] = {  # for plans
@@ -105,4 +129,13 @@ OURS: dict[str, ModelConfig] = {  # for plans
     "gemma3": Gemma3Config(**SMALL, window_pattern="LLG", attention_scalar=10, dropout=0.1),
     "gpt_oss": GptOssConfig(**SMALL | {"num_kv_heads": 2}, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "qwen2": LlamaConfig(**SMALL, window_pattern="GL", attention_bias="all", activation="relu2"),
+}
+SPARSE = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
+OURS_WITH_EXPERTS: dict[str, ModelConfig] = {
+    "olmoe": OlmoeConfig(**SPARSE | {"window": 0}, clip_qkv=1.0, dropout=0.1),
+    "granitemoe": GraniteMoeConfig(
+        **SPARSE | {"window": 0}, tied=False, attention_bias=True, logit_divisor=1.5, dropout=0.1
+    ),
+    "mixtral": MixtralConfig(**SPARSE),
+    "qwen3_moe": Qwen3MoeConfig(**SPARSE, expert_size=24, expert_pattern="EDE", attention_bias="all", dropout=0.1),
 }

@@ -1,6 +1,7 @@
 """Experts as transformers stores them: each has its own gate, up and down there, which are stacks of matrices here."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -8,8 +9,20 @@ from torch import Tensor
 
 from dtgpt.interop.hf.architecture import joined, separated
 from dtgpt.interop.hf.llama import LikeLlama
+from dtgpt.interop.keys import check_aliases, whole_number
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.source import Part
+from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Given, Rule, Rules
+
+NO_WINDOWS: Rules = (  # of what is written
+    Rule(
+        "transformers' {architecture} has no windows, and this model has model.window={window}; keep it as a "
+        "checkpoint of dtgpt",
+        Given("window"),
+    ),
+)
 
 
 class LikeMixture(LikeLlama):
@@ -49,3 +62,28 @@ class LikeMixture(LikeLlama):
             return super().to_stored(whole, name, config)
         rows = [1] * len(self.stacks[stack])
         return [matrix for expert in whole for matrix in separated(expert, rows)]
+
+
+def read_experts(settings: dict[str, Any], count: int, chosen: int, path: Path) -> dict[str, Any]:
+    """Return the fields of `ExpertsConfig`. count, chosen: the defaults of the family."""
+    check_aliases(settings, {"num_experts": "num_local_experts"}, path)
+    return {
+        "num_experts": whole_number(settings, ("num_experts", "num_local_experts"), count, path),
+        "experts_per_token": whole_number(settings, ("num_experts_per_tok",), chosen, path),
+    }
+
+
+def write_experts(config: ExpertsConfig, name: str) -> dict[str, Any]:
+    """Return the keys that `read_experts` reads. name: that of the number of experts."""
+    return {name: config.num_experts, "num_experts_per_tok": config.experts_per_token}
+
+
+def only_window(config: ExpertsConfig, family: str) -> int | None:
+    """Return the window of all layers; None: they have none. Raise UserError where some of them have one."""
+    local = {config.is_local(layer) for layer in range(config.num_layers)}
+    if len(local) > 1:
+        raise UserError(
+            f"transformers' {family} has a window in all layers or in none, and this model has "
+            f"model.window_pattern={config.window_pattern}; keep it as a checkpoint of dtgpt"
+        )
+    return config.window if local == {True} else None

@@ -34,10 +34,13 @@ from dtgpt.interop.hf.gemma3 import Gemma3
 from dtgpt.interop.hf.gpt2 import GPT_2
 from dtgpt.interop.hf.gpt_neo import GPTNeo
 from dtgpt.interop.hf.gpt_oss import GptOss
+from dtgpt.interop.hf.granitemoe import GraniteMoe
 from dtgpt.interop.hf.llama import FAMILIES, LLAMA
+from dtgpt.interop.hf.mixtral import Mixtral
 from dtgpt.interop.hf.olmo3 import Olmo3
 from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.interop.hf.phi3 import Phi3
+from dtgpt.interop.hf.qwen3_moe import Qwen3Moe
 from dtgpt.interop.keys import Key, Keys, among, check_keys, is_off, just, not_here
 from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
@@ -66,8 +69,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Phi3(),
     "olmo3": Olmo3(),
     "olmoe": Olmoe(),
+    "granitemoe": GraniteMoe(),
+    "mixtral": Mixtral(),
+    "qwen3_moe": Qwen3Moe(),
     "gemma3_text": Gemma3(),
     "gpt_oss": GptOss(),
+}
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "longcat_flash", "minicpm3")
+
+
+def _is_no_latent(value: Any) -> bool:
+    return value not in LATENT
+
+
+ATTENTION: Keys = {
+    "model_type": Key(_is_no_latent, not_here("its attention compresses keys and values (MLA), which dtgpt's do not"))
 }
 KIND: Keys = {"model_type": Key(among(ARCHITECTURES), not_here(f"dtgpt has {', '.join(ARCHITECTURES)}"))}
 KEYS: Keys = {  # of every family
@@ -89,6 +105,7 @@ class HuggingFace(Source):
     def __init__(self, folder: Path):
         self.folder, path = folder, folder / "config.json"
         settings = read_object(path)
+        check_keys(settings, ATTENTION, path)
         check_keys(settings, KIND, path)
         self.kind = settings["model_type"]
         architecture = ARCHITECTURES[self.kind]

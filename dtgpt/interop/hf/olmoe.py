@@ -5,11 +5,12 @@ from typing import Any
 
 from dtgpt.interop.foreign import checked
 from dtgpt.interop.hf.architecture import Architecture, read_activation, write_activation
-from dtgpt.interop.hf.experts import LikeMixture
+from dtgpt.interop.hf.experts import NO_WINDOWS, LikeMixture, read_experts, write_experts
 from dtgpt.interop.hf.llama import TIED, Family, read_shape, write_shape
 from dtgpt.interop.hf.rope import read_rope, write_rope
-from dtgpt.interop.keys import FLAG, Key, Keys, check_keys, is_off, not_here, whole_number
+from dtgpt.interop.keys import FLAG, Key, Keys, check_keys, is_off, not_here
 from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.util.rules import check_rules
 
 FAMILY = Family(None, None, 2048, 4096, 50304, eps=1e-5, hidden=2048, layers=16, heads=16)
 
@@ -34,22 +35,21 @@ class Olmoe(LikeMixture):
         shape = read_shape(settings, FAMILY, path)
         config = OlmoeConfig(
             activation=read_activation(settings, "hidden_act", "silu", path),
-            num_experts=whole_number(settings, ("num_experts", "num_local_experts"), 64, path),
-            experts_per_token=whole_number(settings, ("num_experts_per_tok",), 8, path),
             normalise_weights=settings.get("norm_topk_prob", False),
             clip_qkv=float(settings.get("clip_qkv") or 0),
+            **read_experts(settings, 64, 8, path),
             **shape,
             **read_rope(settings, shape["seq_length"], path),
         )
         return checked(config, path)
 
     def write_config(self, config: OlmoeConfig) -> dict[str, Any]:
+        check_rules(NO_WINDOWS, config)
         return {
             "architectures": ["OlmoeForCausalLM"],
             "model_type": "olmoe",
             **write_shape(config),
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
+            **write_experts(config, "num_experts"),
             "norm_topk_prob": config.normalise_weights,
             "clip_qkv": config.clip_qkv or None,
             "hidden_act": write_activation(config.activation),

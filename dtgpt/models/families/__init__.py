@@ -6,6 +6,9 @@ CAPABILITY = Capability(
     architectures={
         "gpt_neo": "dtgpt.models.families.gpt_neo:GPTNeoConfig",
         "olmoe": "dtgpt.models.families.olmoe:OlmoeConfig",
+        "granitemoe": "dtgpt.models.families.granitemoe:GraniteMoeConfig",
+        "mixtral": "dtgpt.models.families.mixtral:MixtralConfig",
+        "qwen3_moe": "dtgpt.models.families.qwen3_moe:Qwen3MoeConfig",
         "olmo3": "dtgpt.models.families.olmo3:Olmo3Config",
         "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",
         "gpt_oss": "dtgpt.models.families.gpt_oss:GptOssConfig",
