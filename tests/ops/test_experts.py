@@ -315,10 +315,11 @@ def test_kernels_on_a_gpu(dtype, experts):
         its.data = leaf.detach().cpu().to(WIDE)
     towards = numbers(37, 24, seed=5)
     (one_by_one(other) * towards).sum().backward()
+    there = towards.cuda().to(dtype)
 
     def step() -> list[Tensor]:
         found = through(given)
-        return [found, *torch.autograd.grad(found, given.leaves(), towards.cuda().to(dtype))]
+        return [found, *torch.autograd.grad(found, given.leaves(), there)]
 
     first, second = step(), step()
     assert all(map(torch.equal, first, second))
