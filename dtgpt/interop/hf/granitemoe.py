@@ -17,7 +17,8 @@ from dtgpt.interop.hf.rope import read_rope, write_rope
 from dtgpt.interop.keys import FLAG, NUMBER, Keys, check_keys, read_key
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.granitemoe import GraniteMoeConfig
-from dtgpt.models.source import Part, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part
 from dtgpt.util.rules import check_rules
 
 FAMILY = Family(None, None, 11008, 2048, 32000)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
-from dtgpt.models.decoder import build_model
 from dtgpt.models.source import without_padding
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
@@ -18,6 +17,7 @@ from tests.interop.test_interop_huggingface import InMemory, same_logits, scatte
 from tests.models.moe.test_plans import OLMOE
 from tests.support.families import their_model
 from tests.support.sources import check_parts
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.slow(3)
 

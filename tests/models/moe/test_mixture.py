@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.decoder import build_model
 from dtgpt.models.moe.mixture import Mixture, Router, routers
 from dtgpt.ops.random.philox import fold, normal, root_key
 from tests.models.moe.test_plans import ADAMW, SHAPE, STEPS
@@ -18,6 +17,7 @@ from tests.support.bodies_optimizer import Part, train_part
 from tests.support.example_mixture import ManyConfig
 from tests.support.ranks import pool
 from tests.support.runs import training
+from tests.support.whole_model import build_model
 
 CPU = torch.device("cpu")
 MANY = ManyConfig(

@@ -9,7 +9,6 @@ from dtgpt.config.plan import Plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from tests.models.moe.test_plans import ADAMW, OLMOE
@@ -17,6 +16,7 @@ from tests.support.bodies_engine import poison, texts
 from tests.support.engines import drain
 from tests.support.requests import make_request
 from tests.support.runs import training
+from tests.support.whole_model import build_model
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
