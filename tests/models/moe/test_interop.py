@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
-from dtgpt.models.source import without_padding
+from dtgpt.models.shared.foreign import without_padding
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
