@@ -32,7 +32,7 @@ def sentences(rules, config, **others):
 
 @pytest.fixture
 def full(recipe):
-    return replace(recipe, rampup_batch_size="4 4 40", seq_length=8)
+    return replace(recipe, seq_length=8)
 
 
 def test_every_sentence_of_a_recipe_can_be_written(full):
