@@ -50,11 +50,6 @@ class BatchSizes:
         return self.pieces[max(0, bisect_right(self.pieces, place, key=itemgetter(key)) - 1)]
 
 
-def tenth_of_lr(schedule: "Schedule") -> str:
-    """Return the usual `min_lr`, as it is written."""
-    return f"{schedule.lr / 10:.3g}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Linear warmup to `lr`, then a decay to `min_lr`; `warmup` and `end` are numbers of steps, or of samples. A class
@@ -74,7 +69,7 @@ class Schedule:
             "(a tenth of lr is usual), or a higher lr",
             Is("min_lr", ">", Other("lr")),
             Given("decays"),
-            remedy=tenth_of_lr,
+            remedy=lambda schedule: f"{schedule.lr / 10:.3g}",
         ),
     )
 
