@@ -28,6 +28,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.batch import Batch
+from dtgpt.parallel.context_parallel.batches import slice_of
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -79,7 +80,8 @@ def differing(trainer: Trainer) -> tuple[int, int]:
     wrong, mesh = 0, trainer.mesh
     for piece, expected in zip(*(x.split(trainer.settings.micro_batch_size) for x in (tokens, drawn)), strict=True):
         given = piece.to(mesh.device)
-        batch = Batch(given[:, :-1].contiguous(), targets=given[:, 1:].contiguous()).slice(mesh.place.cp, mesh.plan.cp)
+        whole = Batch(given[:, :-1].contiguous(), targets=given[:, 1:].contiguous())
+        batch = slice_of(whole, mesh.place.cp, mesh.plan.cp)
         own = expected.chunk(mesh.plan.cp, dim=1)[mesh.place.cp]
         wrong += int(((trained(trainer.stages[0], batch).cpu() != own) & ~own.isnan()).sum())
     return sum(len(answer.ids) for answer in answers), round(mesh.sum(wrong).item() * mesh.plan.cp / mesh.world)

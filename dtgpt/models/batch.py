@@ -40,25 +40,6 @@ class Batch(NamedTuple):
         columns = [[None] * pieces if value is None else value.chunk(pieces) for value in self]
         return [Batch(*values) for values in zip(*columns, strict=True)]
 
-    def slice(self, index: int, ranks: int) -> "Batch":
-        """Return the slice `[B, T / ranks]` of the tokens that one of the ranks computes which share samples. Document
-        bounds stay those of all tokens, as the attention core wants them."""
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-
-        def own(whole: Tensor | None) -> Tensor | None:
-            return None if whole is None else whole.chunk(ranks, dim=1)[index].contiguous()
-
-        return self._replace(
-            tokens=self.tokens.chunk(ranks, dim=1)[index].contiguous(),
-            targets=own(self.targets),
-            positions=own(positions),
-            # Those beside `by_token` are not of tokens.
-            loss_weights=own(self.loss_weights) if self.by_token is None else self.loss_weights,
-            by_token=own(self.by_token),
-        )
-
 
 @dataclass(frozen=True)
 class DocumentMasks:

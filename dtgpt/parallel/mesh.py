@@ -114,17 +114,8 @@ class Mesh:
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.data_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
             self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
-            self.cp_group = self._make_cp_group()
+            self.cp_group = seams.first("cp_groups", "no capability here cuts samples")(self) if plan.cp > 1 else None
             self.tied_group = self._make_tied_group()
-
-    def _make_cp_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that have the other slices of this rank's samples; None without any."""
-        plan = self.plan
-        if plan.cp == 1:
-            return None
-        firsts = [rank for rank in range(self.world) if RankCoordinates(plan, rank).cp == 0]
-        slices = [[first + index * plan.tp for index in range(plan.cp)] for first in firsts]
-        return self.subgroup(slices)
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage

@@ -24,13 +24,20 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.engine import Timers, TrainingEngine
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
 
 Interrupted = Callable[[], bool]  # whether somebody has asked to stop, the same on all ranks
+
+
+def own_tokens(batch: Batch, place: RankCoordinates) -> Batch:
+    """Return what a rank computes of a batch: all of it, unless ranks share samples."""
+    for cut in seams.listed("batch_parts") if place.plan.cp > 1 else ():
+        return cut(batch, place)
+    return batch
 
 
 def never() -> bool:
@@ -187,8 +194,7 @@ class LanguageModel(Objective):
         """Return the batch of what was read, on the device, and whether nothing of the global batch counts."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         batch = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
-        if (ranks := self.parts.mesh.plan.cp) > 1:
-            batch = batch.slice(self.parts.mesh.place.cp, ranks)
+        batch = own_tokens(batch, self.parts.mesh.place)
         if batch.loss_weights is None:
             return batch, None
         # The mean loss is that over the weights of the whole global batch, of which each rank has a part.
@@ -242,9 +248,8 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        batch = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
-        if mesh.plan.cp > 1:
-            batch = batch.slice(mesh.place.cp, mesh.plan.cp)
+        whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        batch = own_tokens(whole, mesh.place)
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):
             assert batch.targets is not None

@@ -76,6 +76,8 @@ class Capability:
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
+    batch_parts: tuple[str, ...] = ()  # of a rank, where ranks share samples: from a whole batch and the rank's place
+    cp_groups: tuple[str, ...] = ()  # of the ranks that share a sample: what makes them for a mesh
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
     role_styles: Mapping[str, str] = field(default_factory=dict)  # of a role: what makes its `ParallelStyle`, by name

@@ -3,6 +3,8 @@
 from dtgpt.util.seams import Capability, When
 
 CAPABILITY = Capability(
+    batch_parts=("dtgpt.parallel.context_parallel.batches:own_slice",),
+    cp_groups=("dtgpt.parallel.context_parallel.batches:make_group",),
     degrees={"cp": "dtgpt.parallel.context_parallel.degrees:check_plan"},
     build=(
         When("dtgpt.parallel.context_parallel.slices:DROPOUT", ("mesh.cp_group",)),

@@ -14,7 +14,7 @@ from dtgpt.posttrain.chats.packed import PackedPart
 from dtgpt.posttrain.dpo.loss import PreferenceLoss, figures_of
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
 from dtgpt.posttrain.dpo.reference import read_reference, save_reference
-from dtgpt.train.objective import Given, HeldOut, Interrupted, LanguageModel, Parts, never
+from dtgpt.train.objective import Given, HeldOut, Interrupted, LanguageModel, Parts, never, own_tokens
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
@@ -83,7 +83,7 @@ class Preferences(LanguageModel):
             numbers = np.arange(begin, min(begin + size, samples))
             windows = to_device(part.windows(numbers), mesh.device)
             batch = with_answers(data.to_batch(windows, self.masks), windows, data.answers, None)
-            sums = self.parts.engine.mean_loss(batch.slice(place.cp, place.plan.cp) if place.plan.cp > 1 else batch)
+            sums = self.parts.engine.mean_loss(own_tokens(batch, place))
             if sums is not None and turn < len(begins) and place.tp == place.cp == 0:
                 counts = np.diff(part.bounds[begin : numbers[-1] + 2])
                 there = torch.arange(data.answers) < torch.from_numpy(counts)[:, None]

@@ -36,6 +36,7 @@ from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weight
 from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone, shares_prompts
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.train.objective import own_tokens
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.shared.gpu_limits import TRITON
@@ -119,8 +120,7 @@ class Rollouts:
         make = shared_rows if shares_prompts(self.settings) else weighted_rows
         batch = make(answers, part, self.grpo, self.settings.seq_length)
         batch = Batch._make(None if field is None else field.to(self.mesh.device) for field in batch)
-        cp = self.mesh.plan.cp
-        return batch.slice(self.mesh.place.cp, cp) if cp > 1 else batch
+        return own_tokens(batch, self.mesh.place)
 
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:

@@ -13,6 +13,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.parallel.context_parallel.batches import slice_of
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of, part_of_half
 from dtgpt.parallel.mesh import RankCoordinates
@@ -158,7 +159,7 @@ def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
 def test_each_token_is_on_one_rank_with_its_position():
     plan = Plan(cp=4, tp=2).for_world(8)
     whole = Batch(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH))
-    slices = [whole.slice(RankCoordinates(plan, rank).cp, plan.cp) for rank in range(8)]
+    slices = [slice_of(whole, RankCoordinates(plan, rank).cp, plan.cp) for rank in range(8)]
     assert all(torch.equal(a, b) for one, two in zip(slices[::2], slices[1::2], strict=True) for a, b in zip(
         (one.tokens, one.positions), (two.tokens, two.positions), strict=True
     ))  # fmt: skip
@@ -169,7 +170,7 @@ def test_each_token_is_on_one_rank_with_its_position():
 def test_each_rank_knows_all_documents_and_has_the_positions_and_weights_of_its_tokens():
     tokens = torch.tensor([[1, 2, 0, 3, 0, 4, 5, 0], [0, 1, 2, 3, 4, 5, 0, 6]])
     whole = DocumentMasks(0, True, True, True).apply(Batch(tokens))
-    slices = [whole.slice(rank, 4) for rank in range(4)]
+    slices = [slice_of(whole, rank, 4) for rank in range(4)]
     assert len(whole.document_bounds.unique()) > 4
     assert all(torch.equal(each.document_bounds, whole.document_bounds) for each in slices)
     for name in ("tokens", "positions", "loss_weights"):
