@@ -173,7 +173,7 @@ class PipelineEngine(TrainingEngine):
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     @torch.no_grad()
-    def mean_loss(self, batch: Batch) -> Tensor | None:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
         return result

@@ -245,7 +245,7 @@ def held_out_loss(
         batch = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         if mesh.plan.cp > 1:
             batch = batch.slice(mesh.place.cp, mesh.plan.cp)
-        loss = engine.mean_loss(batch)
+        loss = engine.evaluate(batch)
         if loss is not None and turn < len(batches):
             assert batch.targets is not None
             targets = batch.targets.cpu()

@@ -83,7 +83,7 @@ class Preferences(LanguageModel):
             numbers = np.arange(begin, min(begin + size, samples))
             windows = to_device(part.windows(numbers), mesh.device)
             batch = with_answers(data.to_batch(windows, self.masks), windows, data.answers, None)
-            sums = self.parts.engine.mean_loss(batch.slice(place.cp, place.plan.cp) if place.plan.cp > 1 else batch)
+            sums = self.parts.engine.evaluate(batch.slice(place.cp, place.plan.cp) if place.plan.cp > 1 else batch)
             if sums is not None and turn < len(begins) and place.tp == place.cp == 0:
                 counts = np.diff(part.bounds[begin : numbers[-1] + 2])
                 there = torch.arange(data.answers) < torch.from_numpy(counts)[:, None]
