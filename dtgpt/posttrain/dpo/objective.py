@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part
+from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart
 from dtgpt.models.batch import Batch
 from dtgpt.models.shared.coupled import set_loss
 from dtgpt.posttrain.chats.packed import PackedPart
@@ -91,7 +91,7 @@ class Preferences(LanguageModel):
                 values[bounds] = sums[there.to(mesh.device)]
         return mesh.all_reduce(values, ReduceOp.SUM).cpu().numpy()
 
-    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+    def held_out(self, part: HeldOutPart, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
         """Return the loss of the first pairs of a part, and what `figures_of` names."""
         data, loss = self.dataset, self.loss
         pairs = data.parts[part]
