@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.parallel.collectives import Edges, transport
 from dtgpt.parallel.engine import NO_TIMERS, Graphs, Timers, TrainingEngine, orderless_mean, reshard
 from dtgpt.parallel.shards import Shards
