@@ -34,7 +34,7 @@ from dtgpt.compare.rounding import comparable
 from dtgpt.compare.verdict import difference
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import choose_device
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer

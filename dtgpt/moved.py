@@ -127,7 +127,7 @@ FOLDERS = {
     ("dtgpt.ops.random", "dtgpt.ops.random"): "few>philox sliced>dropout",
     # Of folders that are one file now; a folder has to be found before what was in it.
     ("dtgpt.ops", "dtgpt"): "pointwise>ops norm>ops rotary>ops",
-    ("dtgpt.ops", "dtgpt.ops"): "local_linear>linear",
+    ("dtgpt.ops", "dtgpt.ops"): "local_linear>linear serve>operation",
     (
         "dtgpt.ops.pointwise",
         "dtgpt.ops",

@@ -29,7 +29,7 @@ from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, verification
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.config import FIRST, ModelConfig, describe_class, is_own, saved_class
+from dtgpt.models.config import FIRST, ModelConfig, describe_class, is_users, saved_class
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import package_versions
@@ -144,7 +144,7 @@ def read_state(folder: Path, own: type[ModelConfig] | None = None) -> dict[str, 
     if newer:
         held = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
         raise UserError(f"{held}; use the dtgpt that wrote it")
-    if is_own(saved_class(path, state, own)):
+    if is_users(saved_class(path, state, own)):
         saved_model(path, state, own)
     with _errors_as_damage(path):
         state.setdefault("optimizer", OptimizerConfig.kind)  # that of checkpoints that name none
@@ -165,7 +165,7 @@ def saved_model(path: Path, state: dict[str, Any], own: type[ModelConfig] | None
     """Return the model of a state. Raise UserError where there is none of its class, or one of a user's own that has
     other fields by now."""
     kind, values = saved_class(path, state, own), state["model"]
-    if not is_own(kind):
+    if not is_users(kind):
         return kind(**values)
     try:
         return kind(**{name: as_tuple(value) for name, value in dict(values).items()})

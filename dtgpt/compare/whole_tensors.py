@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.parallel import mesh as mesh_module
-from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.layout import Region, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
 
@@ -20,7 +20,7 @@ def gather_whole(
     are, if not all."""
     mesh, mine = shards.mesh, [shard for shard in shards if shard.replica == 0 and not shard.is_tied_copy]
     owned = {shard.name: shard for shard in mine if chosen is None or chosen(shard)}
-    regions: dict[str, list[tuple[int, Part]]] = {}
+    regions: dict[str, list[tuple[int, Region]]] = {}
     for rank, held in enumerate(mesh.gather({name: shard.region for name, shard in owned.items()})):
         for name, region in held.items():
             regions.setdefault(name, []).append((rank, region))
@@ -34,7 +34,7 @@ def gather_whole(
         yield name, None
 
 
-def _assemble(mesh: Mesh, regions: list[tuple[int, Part]], own: Tensor) -> Tensor:
+def _assemble(mesh: Mesh, regions: list[tuple[int, Region]], own: Tensor) -> Tensor:
     whole = torch.empty([max(r.stop for r in dims) for dims in zip(*(r for _, r in regions), strict=True)])
     for rank, region in regions:
         if all(map(len, region)):

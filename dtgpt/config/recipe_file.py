@@ -20,7 +20,7 @@ from types import ModuleType
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.config import ModelConfig, is_own
+from dtgpt.models.config import ModelConfig, is_users
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import check_annotations
@@ -36,7 +36,7 @@ def call_recipe(recipe_function: Callable) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe() returns {type(recipe).__name__}; return a dtgpt.config.recipe.Recipe")
     check_annotations(recipe)  # its rules may be kept by the options of a command line
-    if code and is_own(type(recipe.model)):
+    if code and is_users(type(recipe.model)):
         type(recipe.model).recipe_file = str(path.resolve())  # checkpoints name it
     return recipe
 

@@ -31,8 +31,8 @@ from dtgpt.util.errors import UserError
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
 
-Part = Literal["valid", "test"]
-PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
+HeldOutPart = Literal["valid", "test"]
+PART_NAMES: dict[HeldOutPart, str] = {"valid": "validation", "test": "test"}
 PERPLEXITIES = tuple(f"{name}_perplexity" for name in PART_NAMES.values())  # in records, next to the losses
 BLOCK = 1 << 22  # tokens read together
 FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text is there for a first look at any model
@@ -65,7 +65,7 @@ class Dataset(ABC):
     def num_valid_tokens(self) -> int: ...
 
     @abstractmethod
-    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+    def num_samples(self, part: Literal["train"] | HeldOutPart, seq_length: int) -> int:
         """Return the samples of a part that are there once: of an epoch in training, at most those of an evaluation."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Dataset(ABC):
         the `key [2]` of a run alone. Where tokens have marks they are `[B, seq_length + 1, 2]`."""
 
     @abstractmethod
-    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+    def held_out(self, part: HeldOutPart, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
 
     def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
@@ -114,14 +114,14 @@ class TextDataset(Dataset):
     def num_valid_tokens(self) -> int:
         return len(self.valid)
 
-    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+    def num_samples(self, part: Literal["train"] | HeldOutPart, seq_length: int) -> int:
         tokens = {"train": len(self.train), "valid": len(self.valid), "test": 0}[part]
         return max(tokens - 1, 0) // seq_length
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         return training_batch(self.train, key, sample_ids, seq_length)
 
-    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+    def held_out(self, part: HeldOutPart, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         tokens = self.valid if part == "valid" else self.valid[:0]  # a text has no part for test
         return held_out_batches(tokens, seq_length, batch_size, max_samples)
 

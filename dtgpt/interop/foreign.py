@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dtgpt.models.config import ModelConfig, class_of, is_own
+from dtgpt.models.config import ModelConfig, class_of, is_users
 from dtgpt.models.inventory import Shape
 from dtgpt.models.rotary import GLOBAL, LOCAL, MOST_KINDS
 from dtgpt.models.shared.foreign import cut, has_vocabulary, is_finite, without_padding
@@ -135,7 +135,7 @@ def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -
     values = {
         "name": type(config).__name__,
         "architecture": config.architecture if config.architecture in known else None,
-        "is_other": is_own(type(config)) and not is_of_same_weights(config),
+        "is_other": is_users(type(config)) and not is_of_same_weights(config),
         "kind": kind,
         "known": ", ".join(known),
     }

@@ -194,14 +194,14 @@ def class_of(architecture: str) -> type[ModelConfig] | None:
     return None if part is None else seams.load(part)
 
 
-def is_own(kind: type[ModelConfig]) -> bool:
+def is_users(kind: type[ModelConfig]) -> bool:
     """Return whether a class is not one of dtgpt's; it may have the name of one's architecture."""
     return class_of(kind.architecture) is not kind
 
 
 def describe_class(kind: type[ModelConfig]) -> dict[str, Any]:
     """Return what a checkpoint says of the class of its model."""
-    if not is_own(kind):
+    if not is_users(kind):
         return {"architecture": kind.architecture}
     return {"architecture": kind.architecture, CLASS: kind.__qualname__, FILE: kind.recipe_file or ""}
 
@@ -210,7 +210,7 @@ def saved_class(where: object, state: Mapping[str, Any], own: type[ModelConfig] 
     """Return the class of the model of which a state says what `describe_class` returned. own: that of the recipe that
     was given; None without one. Raise UserError where neither dtgpt nor the recipe has the class."""
     architecture, name = state["architecture"], state.get(CLASS)
-    if own is not None and is_own(own) and own.architecture == architecture and name in (None, own.__qualname__):
+    if own is not None and is_users(own) and own.architecture == architecture and name in (None, own.__qualname__):
         return own
     if name is None and (known := class_of(architecture)) is not None:
         return known

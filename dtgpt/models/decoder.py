@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Part, inventory
+from dtgpt.models.inventory import Contents, inventory
 from dtgpt.models.layers import Context, Seen
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.util import seams
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
                     "dtgpt.models.binding.BoundModule, with compute in place of forward"
                 )
         for index, block in self.blocks.items():
-            if Part(block) != self.inventory.block(int(index)):
+            if Contents(block) != self.inventory.block(int(index)):
                 kind = self.config.block_kind(int(index))
                 raise ValueError(
                     f"block {index} differs from block {self.inventory.examples[int(index)]} in parameters, dropout "

@@ -86,7 +86,7 @@ class Core(NamedTuple):
         return self.window * (2 * length - self.window) // length
 
 
-class Part:
+class Contents:
     """The embedding, a kind of block or the head: shapes of parameters by name, the number of dropout sites, and the
     rules of attention cores."""
 
@@ -96,11 +96,11 @@ class Part:
         self.rules = [(core.window, core.softcap, core.scale) for core in attention_cores(module)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Part) and vars(self) == vars(other)
+        return isinstance(other, Contents) and vars(self) == vars(other)
 
 
 class Inventory:
-    """The parts of a model. `embedding` and `head` are those of the whole model; names in a `Part` are its own."""
+    """The parts of a model. `embedding` and `head` are those of the whole model; names in a `Contents` are its own."""
 
     def __init__(self, config: Shaped):
         """Lay out the ends and one block of each kind."""
@@ -111,16 +111,16 @@ class Inventory:
         self.config = config
         self.examples = [first[kind] for kind in kinds]  # for each block, the first one of its kind
         with on_meta():
-            self.embedding, self.head = Part(config.make_embedding(torch.float32)), Part(config.make_head())
-            self._blocks = {index: Part(config.make_block(index)) for index in first.values()}
+            self.embedding, self.head = Contents(config.make_embedding(torch.float32)), Contents(config.make_head())
+            self._blocks = {index: Contents(config.make_block(index)) for index in first.values()}
         whole = {"embedding": self.embedding, "head": self.head}
         whole |= {f"blocks.{index}": part for index, part in self._blocks.items()}
         self._roles = {at: self._roles_in(at, part) for at, part in whole.items()}
 
-    def _roles_in(self, at: str, part: Part) -> list[Role | None]:
+    def _roles_in(self, at: str, part: Contents) -> list[Role | None]:
         return [role_of(f"{at}.{name}".rpartition(".")[0], self.config.roles) for name in part.shapes]
 
-    def block(self, index: int) -> Part:
+    def block(self, index: int) -> Contents:
         """Return the parts of block `index`."""
         return self._blocks[self.examples[index]]
 
@@ -167,7 +167,7 @@ class Inventory:
         """Yield the parameters of the head that are not those of the embedding."""
         return (p for p in self.of_head() if not (self.config.tied and p.name == self.config.output_name))
 
-    def _parameters(self, at: str, example: str, part: Part, block: int | None) -> Iterator[Parameter]:
+    def _parameters(self, at: str, example: str, part: Contents, block: int | None) -> Iterator[Parameter]:
         for (name, shape), role in zip(part.shapes.items(), self._roles[example], strict=True):
             yield Parameter(f"{at}.{name}", shape, role, block)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 _may_split = False
 

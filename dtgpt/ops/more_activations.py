@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.activations import GatedName, PlainName, bias_gelu, check_even, local_bias, swiglu, wide_pairs
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 SLOPE, LIMIT = 1.702, 7.0  # of clamped_swiglu
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.ops.operation import Operation
 from dtgpt.ops.random.dropout import LANES, dropout
-from dtgpt.ops.serve import Operation
 from dtgpt.util.torch_private import is_dtensor
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.norms import norm_reference
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 from dtgpt.util import seams
 from dtgpt.util.torch_private import constant_result
 

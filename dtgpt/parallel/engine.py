@@ -99,7 +99,7 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def mean_loss(self, batch: Batch) -> Tensor | None:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
         hold the head. Without targets, return the logits."""
 
@@ -111,7 +111,7 @@ class TrainingEngine(ABC):
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return this rank's columns of the logits `[B, T, V_local]` of `tokens [B, T]`, without dropout or gradient;
         None on a rank that does not hold the head."""
-        return self.mean_loss(Batch(tokens))
+        return self.evaluate(Batch(tokens))
 
 
 def orderless_mean(losses: Tensor, micro_batches: int, shards: Shards) -> Tensor:
@@ -164,7 +164,7 @@ class SingleStageEngine(TrainingEngine):
             self.shards.take_gradients()
 
     @torch.no_grad()
-    def mean_loss(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         result = self.model(*batch)
         reshard(self.model)
         return result

@@ -92,7 +92,7 @@ class Buckets(Sums):
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
         """Make the buckets. A schedule that cuts backward in two calls no hooks, and sums the micro-batches itself."""
         narrow = self.settings.plan.narrows_weights and self.settings.dtype.itemsize == 2
-        self.hooks, group = not self.settings.plan.splits_backward, mesh.data_group
+        self.hooks, group = not self.settings.plan.splits_backward, mesh.replicate_group
         parts = [part for stage in stages for part in parameter_groups(stage)]
         wires = [_wire(part, group) for part in parts]
         sums = transport().open_sums(mesh, group, wires) if narrow and group else None

@@ -15,7 +15,7 @@ from typing import Any
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Shape
 
-Part = tuple[range, ...]  # global indices of a part of a tensor
+Region = tuple[range, ...]  # global indices of a part of a tensor
 OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
 ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
 
@@ -45,7 +45,7 @@ class ParameterLayout:
             rank, found[axis] = divmod(rank, ranks)
         return found
 
-    def region(self, rank: int, without: str | None = None) -> Part:
+    def region(self, rank: int, without: str | None = None) -> Region:
         """Return the global indices of a rank's part. The innermost axis cuts first, the next one what that leaves.
         without: an axis that is taken to cut nothing; without "shard" it is the part that the rank computes with."""
         region, place = [range(size) for size in self.shape], self.coordinates(rank)
@@ -81,6 +81,6 @@ def chunk(whole: range, pieces: int, index: int) -> range:
     return whole[index * size : (index + 1) * size]
 
 
-def slices(part: Part) -> tuple[slice, ...]:
+def slices(part: Region) -> tuple[slice, ...]:
     """Return the ranges as an index of a tensor."""
     return tuple(slice(r.start, r.stop) for r in part)

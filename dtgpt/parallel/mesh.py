@@ -101,7 +101,7 @@ class Mesh:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = RankCoordinates(plan, self.rank)
         self.devices: DeviceMesh  # of several processes
-        self.tp_group = self.pp_group = self.data_group = self.cp_group = self.tied_group = None
+        self.tp_group = self.pp_group = self.replicate_group = self.cp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._timeout: timedelta | None = None
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
@@ -112,7 +112,7 @@ class Mesh:
             self.devices = init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
-            self.data_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
+            self.replicate_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
             self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
             self.cp_group = seams.first("cp_groups", "no capability here cuts samples")(self) if plan.cp > 1 else None
             self.tied_group = self._make_tied_group()

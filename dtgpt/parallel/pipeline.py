@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.parallel.collectives import Edges, transport
 from dtgpt.parallel.engine import NO_TIMERS, Graphs, Timers, TrainingEngine, orderless_mean, reshard
 from dtgpt.parallel.shards import Shards
@@ -173,7 +173,7 @@ class PipelineEngine(TrainingEngine):
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     @torch.no_grad()
-    def mean_loss(self, batch: Batch) -> Tensor | None:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
         return result

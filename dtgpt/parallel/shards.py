@@ -19,7 +19,7 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk
+from dtgpt.parallel.layout import ZERO, ParameterLayout, Region, axes_of, chunk
 from dtgpt.parallel.mesh import DIMENSIONS, Mesh
 from dtgpt.util.torch_private import is_dtensor
 
@@ -35,14 +35,14 @@ class Shard:
     parameter: nn.Parameter  # what the module holds
     local: Tensor  # this rank's fp32 memory of it, a plain tensor: what the optimizer works on
     low_precision: Tensor | None  # what the module computes with, or ZeRO gathers, in a narrower type than fp32
-    region: Part  # global indices of `local`
+    region: Region  # global indices of `local`
     replicas: int  # ranks that hold this region, each counted in the norm by 1 / replicas
     partial: bool  # gradients of it are addends on the tp ranks
     is_tied_copy: bool  # the last stage's copy of the tied embedding: updated like the original, never counted
     replica: int  # which of these replicas this rank holds
 
     @property
-    def own(self) -> tuple[Part, slice]:
+    def own(self) -> tuple[Region, slice]:
         """(global indices, rows of `local`) of what this rank alone writes to a checkpoint: the ranks that hold the
         same region share its rows, unless it is small."""
         replicas = 1 if self.is_tied_copy or self.local.numel() < SMALL else self.replicas
@@ -52,7 +52,7 @@ class Shard:
         first = self.region[0][rows.start : rows.stop]
         return (first, *self.region[1:]), slice(rows.start, rows.stop)
 
-    def place_of(self, state: Tensor) -> tuple[tuple[int, ...], Part]:
+    def place_of(self, state: Tensor) -> tuple[tuple[int, ...], Region]:
         """Return (shape of the whole, global indices here) of a tensor of the optimizer's state: the parameter's, or
         those of a value for each row of a matrix, or of all of a stack, `[rows]` on one rank and `[0]` on the others.
         """
@@ -181,7 +181,7 @@ class Shards:
         return self.sums.squares(self.counted_gradients(), self._shares, alone)
 
 
-def _checked_region(name: str, layout: ParameterLayout, rank: int, held: Tensor) -> Part:
+def _checked_region(name: str, layout: ParameterLayout, rank: int, held: Tensor) -> Region:
     """Return the global indices of what a rank holds. Raise ValueError where it has another shape."""
     region = layout.region(rank)
     if tuple(held.shape) != tuple(map(len, region)):

@@ -20,7 +20,7 @@ from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.local_tensors import on_local_tensors
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of

@@ -15,7 +15,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import Context
 from dtgpt.models.roles import MATRICES, Role
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.parallel.build import recomputed
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations, block_work, kind_of_block, residual_bytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Part = tuple[range, ...]
+Region = tuple[range, ...]
 MASK = (1 << 32) - 1
 CHUNK = 8192  # elements that a program of the kernel reads at a time
 PIECE = 1 << 17  # elements that the definition hashes at a time: what it makes of them stays in a CPU's cache
@@ -64,7 +64,7 @@ class Piece:
     slot: int  # in which the digest is added up
     part: int  # of all tensors
     shape: tuple[int, ...]
-    region: Part
+    region: Region
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.models.batch import Batch
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shards import Part, Shard
+from dtgpt.parallel.shards import Region, Shard
 from dtgpt.receipts.answers import Answers, keep_answers
 from dtgpt.receipts.config import NAME, ReceiptsConfig
 from dtgpt.receipts.digest import Piece
@@ -74,7 +74,7 @@ class Receipts(StepState):
         both = zip(self._gradients.bytes_of_parts, self._states.bytes_of_parts, strict=True)
         return [sum(pair) for pair in both]
 
-    def held(self) -> Iterator[tuple[str, tuple[int, ...], Part, Tensor]]:
+    def held(self) -> Iterator[tuple[str, tuple[int, ...], Region, Tensor]]:
         """Yield (label, shape of the whole, global indices, values) of the weights and states that this rank adds."""
         for piece, values in zip(self._states.pieces, self._held, strict=True):
             yield piece.label, piece.shape, piece.region, values
@@ -212,7 +212,7 @@ def labels_of(trainer: Trainer, parts: int) -> list[list[str]]:
     return labels
 
 
-Place = tuple[tuple[int, ...], Part]  # shape of a whole, and what is here of it
+Place = tuple[tuple[int, ...], Region]  # shape of a whole, and what is here of it
 
 
 def _held(trainer: Trainer, all_of_them: bool = False) -> Iterator[tuple[str, Shard, Place, slice]]:

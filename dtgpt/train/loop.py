@@ -1,4 +1,4 @@
-"""Training, from a recipe to the end of its run. Read this file first.
+"""Training, from a recipe to the end of its run.
 
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
 

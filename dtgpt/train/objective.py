@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, bits_per_byte, perplexity
+from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart, Prefetcher, bits_per_byte, perplexity
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
@@ -116,7 +116,7 @@ class Objective(ABC):
         """Return this rank's part of the batch of any step, to be looked at: nothing is taken."""
 
     @abstractmethod
-    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+    def held_out(self, part: HeldOutPart, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
         """Return what is said of at most so many samples of a part, the same on every rank; None where there is nothing
         to say, or when interrupted."""
 
@@ -208,7 +208,7 @@ class LanguageModel(Objective):
         mesh, plan = self.parts.mesh, self.parts.mesh.plan
         return mesh.sum(batch.loss_weights.count_nonzero())[0] / (plan.tp * plan.pp)
 
-    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+    def held_out(self, part: HeldOutPart, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
         settings = self.parts.settings
         batches = list(self.dataset.held_out(part, settings.seq_length, settings.micro_batch_size, samples))
         token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
@@ -236,7 +236,7 @@ def held_out_loss(
     to_batch: Callable[[Tensor], Batch],
     token_bytes: Tensor,
     interrupted: Interrupted,
-    part: Part = "valid",
+    part: HeldOutPart = "valid",
 ) -> tuple[float, float | None] | None:
     """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
     the data, the same on every rank; None where there are none, where no token of them counts, which is said, or when
@@ -250,7 +250,7 @@ def held_out_loss(
         turn = first + mesh.place.dp
         whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         batch = own_tokens(whole, mesh.place)
-        loss = engine.mean_loss(batch)
+        loss = engine.evaluate(batch)
         if loss is not None and turn < len(batches):
             assert batch.targets is not None
             targets = batch.targets.cpu()

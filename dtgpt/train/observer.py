@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part
+from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart
 from dtgpt.run.records import Begun, Sink
 from dtgpt.run.report import Report
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
@@ -103,7 +103,7 @@ def observers_of(log: LogConfig, steps: int) -> list[Observer]:
 class HeldOutLoss(Observer):
     """The loss on the part of the data that is for validation, at an interval, or for test, after the last step."""
 
-    def __init__(self, part: Part, interval: int, steps: int):
+    def __init__(self, part: HeldOutPart, interval: int, steps: int):
         """interval: 0: after the last step only."""
         self.part, self.turn = part, Turn.VALIDATION if part == "valid" else Turn.TEST
         self.title = "validation loss" if part == "valid" else "test loss"

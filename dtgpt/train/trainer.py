@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
-from dtgpt.data.dataset import Part
+from dtgpt.data.dataset import HeldOutPart
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import StepState, restore_states
@@ -154,12 +154,12 @@ class Trainer:
         """Return the loss over the global batch, the same on every rank."""
         return self.mesh.sum(result.loss).item() / self.mesh.copies_of_loss
 
-    def held_out(self, part: Part = "valid", interrupted: Callable[[], bool] = never) -> HeldOut | None:
+    def held_out(self, part: HeldOutPart = "valid", interrupted: Callable[[], bool] = never) -> HeldOut | None:
         """Return what the objective says of the fixed samples of a part of the dataset."""
         return self.objective.held_out(part, self.log.eval_samples, interrupted)
 
     def held_out_loss(
-        self, part: Part = "valid", interrupted: Callable[[], bool] = never
+        self, part: HeldOutPart = "valid", interrupted: Callable[[], bool] = never
     ) -> tuple[float, float | None] | None:
         """Return (mean loss, bits per byte where bytes are known) over the fixed samples of a part of the dataset, the
         same on every rank; None where there is none, or when `interrupted` became true in between."""

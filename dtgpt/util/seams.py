@@ -144,7 +144,7 @@ class Capability:
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
     text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`
     explanations: tuple[str, ...] = ()  # `Explanations`
-    # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
+    # What may serve an operation: a sequence of `ops.operation.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 

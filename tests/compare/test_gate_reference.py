@@ -185,7 +185,7 @@ def test_a_momentum_that_one_rank_forgets_is_found_there(recipe, traced, config,
 
 def test_a_validation_loss_of_its_own_is_found(recipe, traced):
     one = traced(recipe)
-    off = "mean = trainer.engine.mean_loss; trainer.engine.mean_loss = lambda batch: 1.001 * mean(batch)"
+    off = "mean = trainer.engine.evaluate; trainer.engine.evaluate = lambda batch: 1.001 * mean(batch)"
     for change, wanted in (("", []), (off, ["the validation loss differs by 1.0e-03"])):
         _, ours = one.run(recipe, "dp2", change)
         assert problems(difference(ours, one.record), limits_between(ours, one.record)) == wanted

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtgpt.models.layers import Context
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from tests.support.bodies_norm import capture, custom_ops, keys_of
 
 pytestmark = pytest.mark.slow(6)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtgpt.ops.experts.products import grouped_linear, grouped_product, masked_product
 from dtgpt.ops.experts.routing import Routing, choose, ranked, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
-from dtgpt.ops.serve import Operation, split_backward
+from dtgpt.ops.operation import Operation, split_backward
 from tests.support.interpreter import needs_triton, run_interpreted
 
 WIDE = torch.float64

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT
 from dtgpt.ops.linear import linear
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from tests.support import bodies_fp8 as bodies
 from tests.support.ranks import pool
 

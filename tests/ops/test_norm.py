@@ -14,7 +14,7 @@ from dtgpt.ops.norms import (
     residual_norm_reference,
     residual_reference,
 )
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from tests.support.bodies_norm import (
     EPS,
     capture,

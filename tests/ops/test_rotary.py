@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from dtgpt.interop.hf.llama import LLAMA
 from dtgpt.ops.kernels import rotary as kernels
 from dtgpt.ops.norms import norm_reference
+from dtgpt.ops.operation import split_backward
 from dtgpt.ops.rotary_positions import angle_table, frequencies, rotary_qkv, rotation_of
-from dtgpt.ops.serve import split_backward
 from tests.support.bodies_norm import (
     EPS,
     ROTATION,

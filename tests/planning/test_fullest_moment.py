@@ -11,7 +11,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.serve import split_backward
+from dtgpt.ops.operation import split_backward
 from dtgpt.optim.muon import MuonConfig, matrices
 from dtgpt.optim.muon import memory as muon_memory
 from dtgpt.parallel.build import recomputed

@@ -139,7 +139,7 @@ def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share):
         for step in range(2):
             batch, before, updated = trainer.batch(step), [], []
             for piece in batch.chunk(2):
-                logits = trainer.engine.mean_loss(piece._replace(targets=None, loss_weights=None)).flatten(0, 1)
+                logits = trainer.engine.evaluate(piece._replace(targets=None, loss_weights=None)).flatten(0, 1)
                 before.append(to_loss_and_gradient_(logits, piece.targets.flatten(), torch.ones(()), TOKENS))
 
             def kept(*arguments, updated=updated):

@@ -20,6 +20,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.ops.kernels.linear import CHAIN_NAME
 from dtgpt.ops.linear import linear, linear_into
 from dtgpt.ops.loss.head import _losses_and_gradient_
+from dtgpt.ops.operation import load_kernels
 from dtgpt.ops.optim.fixed_point import (
     FixedPointSum,
     Range,
@@ -29,7 +30,6 @@ from dtgpt.ops.optim.fixed_point import (
     rounded,
     squares_of_rows,
 )
-from dtgpt.ops.serve import load_kernels
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams

@@ -12,7 +12,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.layout import Region, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from tests.support.bodies_shards import CPU, KEY, settings_of, whole_gradient
@@ -20,7 +20,7 @@ from tests.support.bodies_shards import CPU, KEY, settings_of, whole_gradient
 
 def shards_with_own_axis(
     config: ModelConfig, plan: ResolvedPlan, names: list[str], ranks: int
-) -> tuple[list[tuple[str, Part, Tensor, int, Part]], float, dict[str, Tensor | None]]:
+) -> tuple[list[tuple[str, Region, Tensor, int, Region]], float, dict[str, Tensor | None]]:
     """Let each of `ranks` neighbours among the ranks of data hold its matrices of the stacks `names` alone, as experts
     lie. Return of each shard (name, region, weights, replicas, what it writes), the norm of the gradient
     `whole_gradient`, and the whole weights on rank 0."""

@@ -89,7 +89,7 @@ def gradients(plan: str, micro_batches: int, reduce: str) -> list[Tensor]:
             adamw.step(shards.gradients, torch.tensor(0.1), torch.tensor(1.0))
         shards.drop_gradients()
         loss = engine.gradients(micro_batches, batch).clone()
-        engine.mean_loss(batch)  # which gathers weights, too
+        engine.evaluate(batch)  # which gathers weights, too
     return [loss, *(gradient.clone() for gradient in shards.gradients)]
 
 

@@ -22,7 +22,7 @@ from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.layout import Region, slices
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge
@@ -39,7 +39,7 @@ class Piece:
     """A shard as the parent gets it."""
 
     name: str
-    region: Part
+    region: Region
     replicas: int
     is_tied_copy: bool
     is_owner: bool

@@ -27,7 +27,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|source)"
     ),
     "ops": (
-        r"ops/(serve|linear|activations|norms|rotary_positions|attention/core|loss/head|loss/cross_entropy|"
+        r"ops/(operation|linear|activations|norms|rotary_positions|attention/core|loss/head|loss/cross_entropy|"
         r"random/philox|random/dropout|optim/adamw|optim/optimizer)"
     ),
     "plan": (

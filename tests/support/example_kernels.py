@@ -1,6 +1,6 @@
 """A throw-away capability with kernels for a throw-away operation, `x w`."""
 
-from dtgpt.ops.serve import Kernel, is_apart
+from dtgpt.ops.operation import Kernel, is_apart
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(kernels={"example": "tests.support.example_kernels:KERNELS"})

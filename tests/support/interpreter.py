@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from dtgpt.ops.serve import Kernel, Operation, load_kernels
+from dtgpt.ops.operation import Kernel, Operation, load_kernels
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 

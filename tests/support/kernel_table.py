@@ -14,7 +14,7 @@ from torch.utils import cpp_extension
 
 from dtgpt.ops.kernels import devices
 from dtgpt.ops.kernels.attention import flash_launch
-from dtgpt.ops.serve import OPERATIONS, Kernel, load_kernels
+from dtgpt.ops.operation import OPERATIONS, Kernel, load_kernels
 from dtgpt.util import seams
 
 ROOT = Path(__file__).parents[2]

@@ -133,8 +133,8 @@ class WholeBatchEngine(TrainingEngine):
         self.shards.gradients = [local_gradient(shard.parameter) for shard in self.shards]
         return loss.detach()
 
-    def mean_loss(self, batch: Batch) -> Tensor | None:
-        return self._engine.mean_loss(batch)
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        return self._engine.evaluate(batch)
 
 
 def _set_batch_sizes(trainer: Trainer, setting: Setting, case: Case) -> None:

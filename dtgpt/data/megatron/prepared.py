@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
+from dtgpt.data.dataset import Dataset, HeldOutPart, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import SHARDS, has_index, has_weights, no_dataset, prefix_of
@@ -56,7 +56,7 @@ class PreparedDataset(Dataset):
     def num_valid_tokens(self) -> int:
         return _num_tokens(self.valid) if self.valid else 0
 
-    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+    def num_samples(self, part: Literal["train"] | HeldOutPart, seq_length: int) -> int:
         samples = {"train": self.train, "valid": self.valid, "test": self.test}[part]
         return max(_num_tokens(samples) - 1, 0) // seq_length if samples else 0
 
@@ -64,7 +64,7 @@ class PreparedDataset(Dataset):
         """Return training samples; those after the last of the shuffle index begin it again."""
         return self._known(self.train, sample_ids.numpy() % len(self.train))
 
-    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+    def held_out(self, part: HeldOutPart, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
         if not samples:
             return

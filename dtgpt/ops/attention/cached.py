@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule, Backend, causal_attention, softmax_by_rule
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 
 def attend_rows(

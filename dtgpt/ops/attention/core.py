@@ -29,8 +29,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtgpt.ops.operation import Kernel, Operation, load_kernels
 from dtgpt.ops.random.dropout import attention_dropout
-from dtgpt.ops.serve import Kernel, Operation, load_kernels
 from dtgpt.util.errors import UserError
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]

@@ -6,7 +6,7 @@ Sharding rule: heads may be sharded.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 
 def write_prompts_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:

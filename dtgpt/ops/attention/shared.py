@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 
 class SharedTokens(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 
 def grouped_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.linear import linear
-from dtgpt.ops.serve import is_apart
+from dtgpt.ops.operation import is_apart
 
 Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SMALLEST = 1e-20  # added to the sum of sigmoids that divides them (DeepSeek-AI 2024, DeepSeek-V3)

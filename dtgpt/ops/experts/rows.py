@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.shared import SUM_ROWS, sum_rows
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 
 class Order(NamedTuple):

@@ -15,7 +15,7 @@ from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
 from dtgpt.ops.linear import linear
 from dtgpt.ops.local_tensors import Parts
-from dtgpt.ops.serve import is_apart
+from dtgpt.ops.operation import is_apart
 
 
 def fp8_linear(

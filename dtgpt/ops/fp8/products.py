@@ -11,7 +11,7 @@ from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.local_tensors import Parts, local, on_local_tensors
-from dtgpt.ops.serve import is_apart
+from dtgpt.ops.operation import is_apart
 from dtgpt.util.torch_private import is_dtensor
 
 

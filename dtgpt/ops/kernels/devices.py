@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops import serve
+from dtgpt.ops import operation
 from dtgpt.ops.kernels.torch_private import spare_compiler
-from dtgpt.ops.serve import Kernel
+from dtgpt.ops.operation import Kernel
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.gpu_limits import HOPPER, TRITON, what_runs_on, why_no_kernels
 
@@ -96,13 +96,13 @@ def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = has_triton,
 
 def may_fuse(x: Tensor, *_: Any) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
-    return TRITON and x.is_cuda and not serve._apart
+    return TRITON and x.is_cuda and not operation._apart
 
 
 def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
     """Return whether an op runs as its custom op: where kernels can work, and on the meta device, where planning
     measures what the op saves on a GPU; an op with parameters not under `split_backward`."""
-    return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and serve._apart)
+    return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and operation._apart)
 
 
 def check_kernels(device: torch.device) -> None:

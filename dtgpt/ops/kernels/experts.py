@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtgpt.ops.experts.products import masked_product, outer_op, product_op
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
-from dtgpt.ops.serve import Kernel
+from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 
 ALIGNED = 8  # elements of bf16 in the 16 bytes at whose multiples rows have to begin

@@ -22,7 +22,7 @@ from dtgpt.ops.kernels.devices import may_fuse, why_no_triton
 from dtgpt.ops.kernels.torch_private import spare_compiler
 from dtgpt.ops.linear import linear, may_split
 from dtgpt.ops.local_tensors import on_local_tensors
-from dtgpt.ops.serve import Kernel
+from dtgpt.ops.operation import Kernel
 from dtgpt.util.torch_private import is_dtensor
 
 FEW = 512  # rows up to which cuBLAS was seen to split K

@@ -14,8 +14,8 @@ from torch import Tensor
 from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.kernels.devices import by_triton, may_fuse
 from dtgpt.ops.norms import norm_reference, reciprocal_root, residual_reference, wide
+from dtgpt.ops.operation import Kernel, is_apart
 from dtgpt.ops.random.dropout import dropout
-from dtgpt.ops.serve import Kernel, is_apart
 
 
 def kernels():

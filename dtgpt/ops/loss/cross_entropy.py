@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.linear import linear, linear_into
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.serve import is_apart
+from dtgpt.ops.operation import is_apart
 from dtgpt.util.torch_private import is_dtensor
 
 LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dtgpt.ops.operation import Operation
 from dtgpt.ops.optim.optimizer import DTYPES, checked
-from dtgpt.ops.serve import Operation
 
 
 @dataclass(frozen=True)

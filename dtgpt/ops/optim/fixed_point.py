@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.operation import Operation
 from dtgpt.ops.optim.optimizer import checked
-from dtgpt.ops.serve import Operation
 
 LARGEST = 61  # binary logarithm of the largest sum: the other two bits hold the sign and the head's gradient of a table
 UNITS = tuple(2.0**power for power in (48, 16, -16, -48, -80, -112))  # of the integers of `exact_sum`

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.operation import Operation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of weights
 

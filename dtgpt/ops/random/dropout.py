@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dtgpt.ops.operation import Operation, load_kernels
 from dtgpt.ops.random.philox import are_few, block_words, covering_blocks, few_words, fold
-from dtgpt.ops.serve import Operation, load_kernels
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element

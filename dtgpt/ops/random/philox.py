@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Part = Sequence[int | range]
+Selection = Sequence[int | range]
 
 MASK = 0xFFFFFFFF
 WORDS = 4  # words that one evaluation yields
@@ -96,7 +96,7 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _ranges(part: Part) -> list[range]:
+def _ranges(part: Selection) -> list[range]:
     return [p if isinstance(p, range) else range(p) for p in part]
 
 
@@ -167,7 +167,7 @@ def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:
     return range(first, last + 1), slice(start, start + (len(r) - 1) * r.step + 1, r.step)
 
 
-def bits(key: Tensor, part: Part) -> Tensor:
+def bits(key: Tensor, part: Selection) -> Tensor:
     """Return 32 random bits for every element of `part`: int64 `[*key batch, *part]` with values in [0, 2^32).
 
     All four words of an evaluation are used, one for each of four neighbours of the last dimension.
@@ -182,7 +182,7 @@ def _unit(word: Tensor) -> Tensor:
     return (word.double() + 0.5) * 2.0**-32
 
 
-def uniform(key: Tensor, part: Part) -> Tensor:
+def uniform(key: Tensor, part: Selection) -> Tensor:
     """Return a uniform float64 in the open interval (0, 1) for every element of `part`."""
     return _unit(bits(key, part))
 
@@ -197,7 +197,7 @@ def uniform_rows(key: Tensor, rows: Tensor, last: int) -> Tensor:
     return _unit(torch.stack(words, dim=-1).flatten(-2)[..., cut])
 
 
-def normal(key: Tensor, part: Part) -> Tensor:
+def normal(key: Tensor, part: Selection) -> Tensor:
     """Return a standard normal float64 for every element of `part` (Box and Muller 1958: two words make two normals).
 
     Computed in float64, so that the float32 value that a weight takes is the same on every kind of device.
@@ -212,7 +212,7 @@ def normal(key: Tensor, part: Part) -> Tensor:
     return torch.stack(lanes, dim=-1).flatten(-2)[..., cut]
 
 
-def row_chunks(part: Part, elements: int = 1 << 20) -> Iterator[tuple[slice, list[range]]]:
+def row_chunks(part: Selection, elements: int = 1 << 20) -> Iterator[tuple[slice, list[range]]]:
     """Split `part` along its first dimension into pieces of about `elements`; yield (rows of the result, piece)."""
     first, *rest = _ranges(part)
     rows = max(1, elements // max(1, math.prod(map(len, rest))))

@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dtgpt.ops.operation import Operation
 from dtgpt.ops.random.philox import uniform_rows
 from dtgpt.ops.sampling.sequences import Parameters, Sampled, Sequences, Variant, unpack
-from dtgpt.ops.serve import Operation
 from dtgpt.util import seams
 
 UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: sums have no rounding, thus no order

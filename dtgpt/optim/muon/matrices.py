@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.layout import Region, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, layout_of
 
@@ -73,7 +73,7 @@ class Matrices:
         self._here = mesh.rank % len(self._ranks)
         self._group = stage_group(mesh)
         self._dtype, self._device = dtype, mesh.device
-        self._regions: dict[tuple[int, int], Part] = {}  # by shard and rank
+        self._regions: dict[tuple[int, int], Region] = {}  # by shard and rank
         self._parts_travel = plan.shard * plan.tp > 1
         self._shards = {shard.index: shard for shard in chosen}
         self._layouts = {shard.index: layout_of(shard.parameter, plan) for shard in chosen}
@@ -120,8 +120,8 @@ class Matrices:
         return lambda: {index: piece for index, _, piece in arrived()}
 
     def _exchange(
-        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, Part]]]
-    ) -> Callable[[], Iterator[tuple[int, Part, Tensor]]]:
+        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, Region]]]
+    ) -> Callable[[], Iterator[tuple[int, Region, Tensor]]]:
         """Begin an all-to-all. pieces: flat, to each rank. expected: (shard, region) from each. The result waits and
         yields what arrived."""
         sizes = [[math.prod(map(len, region)) for _, region in regions] for regions in expected]
@@ -136,7 +136,7 @@ class Matrices:
             async_op=True,
         )
 
-        def arrived() -> Iterator[tuple[int, Part, Tensor]]:
+        def arrived() -> Iterator[tuple[int, Region, Tensor]]:
             work.wait()
             found = [(index, region) for regions in expected for index, region in regions]
             flat = receiving.split([size for each in sizes for size in each])
@@ -151,7 +151,7 @@ class Matrices:
         layout = self._layouts[index]
         return layout.replica(rank) == layout.replica(self._owner[index])
 
-    def _region(self, index: int, rank: int) -> Part:
+    def _region(self, index: int, rank: int) -> Region:
         if (index, rank) not in self._regions:
             self._regions[index, rank] = self._layouts[index].region(rank)
         return self._regions[index, rank]

@@ -97,7 +97,7 @@ class SummedBucket(ExactBucket):
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         super().__init__(parameters, mesh, settings, table)
-        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.data_group
+        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.replicate_group
         self.flat = torch.zeros(sum(self.parts) + 1, dtype=torch.int64, device=mesh.device)
         self.sums, self._local = self._cut(self.flat), self.flat
         if self.ranks > 1:

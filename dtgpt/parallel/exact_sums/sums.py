@@ -88,7 +88,7 @@ class ExactSums(Buckets):
         if plan.zero or not self.rounds:
             return [SummedBucket(parameters, mesh, settings, table) for parameters, table in pairs]
         lengths = [RoundedBucket.lengths(parameters, table, plan.data_ranks) for parameters, table in pairs]
-        pieces = Pieces(mesh, mesh.data_group, largest // plan.data_ranks, [n for each in lengths for n in each])
+        pieces = Pieces(mesh, mesh.replicate_group, largest // plan.data_ranks, [n for each in lengths for n in each])
         first = accumulate(map(len, lengths), initial=0)
         return [
             RoundedBucket(parameters, mesh, settings, table, pieces, begin)

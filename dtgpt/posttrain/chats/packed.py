@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import has_weights, prefix_of
 from dtgpt.data.megatron.prepared import blended_with_chats, checked_prefixes, parsed_paths
@@ -202,7 +202,7 @@ class ChatDataset(Dataset):
     def num_valid_tokens(self) -> int:
         return self.valid.num_tokens
 
-    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+    def num_samples(self, part: Literal["train"] | HeldOutPart, seq_length: int) -> int:
         return len({"train": self.train, "valid": self.valid, "test": self.test}[part])
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class ChatDataset(Dataset):
         chosen = [int(self._epoch(int(epoch))[place]) for epoch, place in zip(epochs, places, strict=True)]
         return np.array(chosen, np.int64)
 
-    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+    def held_out(self, part: HeldOutPart, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
         chosen = np.arange(len(samples))
         if max_samples < len(samples):  # the first ones have the longest chats

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part
+from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart
 from dtgpt.models.batch import Batch
 from dtgpt.models.shared.coupled import set_loss
 from dtgpt.posttrain.chats.packed import PackedPart
@@ -83,7 +83,7 @@ class Preferences(LanguageModel):
             numbers = np.arange(begin, min(begin + size, samples))
             windows = to_device(part.windows(numbers), mesh.device)
             batch = with_answers(data.to_batch(windows, self.masks), windows, data.answers, None)
-            sums = self.parts.engine.mean_loss(own_tokens(batch, place))
+            sums = self.parts.engine.evaluate(own_tokens(batch, place))
             if sums is not None and turn < len(begins) and place.tp == place.cp == 0:
                 counts = np.diff(part.bounds[begin : numbers[-1] + 2])
                 there = torch.arange(data.answers) < torch.from_numpy(counts)[:, None]
@@ -91,7 +91,7 @@ class Preferences(LanguageModel):
                 values[bounds] = sums[there.to(mesh.device)]
         return mesh.all_reduce(values, ReduceOp.SUM).cpu().numpy()
 
-    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+    def held_out(self, part: HeldOutPart, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
         """Return the loss of the first pairs of a part, and what `figures_of` names."""
         data, loss = self.dataset, self.loss
         pairs = data.parts[part]

@@ -68,7 +68,7 @@ def test_each_held_out_window_is_evaluated_once(recipe):
     )
     windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
     assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
-    losses = [whole.engine.mean_loss(Batch(w[None, :-1], targets=w[None, 1:])).item() for w in windows]
+    losses = [whole.engine.evaluate(Batch(w[None, :-1], targets=w[None, 1:])).item() for w in windows]
     assert whole.held_out_loss()[0] == pytest.approx(np.mean(losses), rel=1e-5)
     few = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 7)))
     assert torch.equal(few, windows[:7])
@@ -193,7 +193,7 @@ def test_a_run_ends_with_the_loss_of_the_test_part(recipe):
     run = training(change(recipe, data={"split": "90,5,5"}, log={"eval_samples": 8}))
     test, valid = (torch.cat(list(run.dataset.held_out(part, 16, 8, 8))) for part in ("test", "valid"))
     assert len(test) == 8 and not torch.equal(test, valid)
-    loss = run.engine.mean_loss(Batch(test[:, :-1].contiguous(), targets=test[:, 1:].contiguous()))
+    loss = run.engine.evaluate(Batch(test[:, :-1].contiguous(), targets=test[:, 1:].contiguous()))
     assert run.held_out_loss("test")[0] == pytest.approx(loss.item(), rel=1e-5)
 
 

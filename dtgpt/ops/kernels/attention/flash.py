@@ -30,6 +30,7 @@ from dtgpt.ops.kernels.attention.flash_launch import (
 )
 from dtgpt.ops.kernels.attention.packed import are_packed
 from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.ops.operation import Operation
 from dtgpt.ops.random.dropout import (
     LANES,
     as_bits,
@@ -39,7 +40,6 @@ from dtgpt.ops.random.dropout import (
     threshold,
     unpack_bytes,
 )
-from dtgpt.ops.serve import Operation
 
 
 def pack_bytes(mask: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.kernels.devices import GLUON_VERSIONS, has_gluon, has_hopper, multiprocessors, shared_memory, why_below
+from dtgpt.ops.operation import Kernel
 from dtgpt.ops.random.dropout import keep_scale, threshold
-from dtgpt.ops.serve import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER, SIXTEEN_BITS, TRITON
 from dtgpt.util.torch_private import constant_result
 

@@ -12,7 +12,7 @@ from dtgpt.ops.kernels.attention.packed import split, takes_split
 from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.ops.kernels.devices import by_triton, why_below, why_no_build
 from dtgpt.ops.kernels.fused_softmax.softmax import scaled_masked_softmax
-from dtgpt.ops.serve import Kernel
+from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import SIXTEEN_BITS
 
 

@@ -20,7 +20,7 @@ from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.kernels.devices import has_hopper, has_triton, multiprocessors, shared_memory, why_no_triton
-from dtgpt.ops.serve import Kernel, Operation
+from dtgpt.ops.operation import Kernel, Operation
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtgpt.capabilities import CAPABILITIES
-from dtgpt.ops import serve
-from dtgpt.ops.serve import Operation, split_backward
+from dtgpt.ops import operation
+from dtgpt.ops.operation import Operation, split_backward
 from dtgpt.util import seams
 
 
@@ -18,8 +18,8 @@ def example():
     seams.use(["tests.support.example_kernels"])
     yield Operation("example", lambda x, w: x * w, "x w")
     seams.use(module for module, _ in CAPABILITIES)
-    serve.OPERATIONS.pop("example")
-    serve._loaded.discard("example")
+    operation.OPERATIONS.pop("example")
+    operation._loaded.discard("example")
 
 
 def numbers(count, dtype=torch.bfloat16):
@@ -92,7 +92,7 @@ def test_a_run_in_fp32_imports_no_kernels_and_a_first_compiled_call_imports_them
 OPS = """
 import sys, torch
 from dtgpt.ops.norms import norm
-from dtgpt.ops.serve import load_kernels
+from dtgpt.ops.operation import load_kernels
 
 x = torch.randn(4, 8).bfloat16()
 inputs = x, torch.ones(8), torch.zeros(8), 1e-5
