@@ -42,6 +42,11 @@ class Shard:
     replica: int  # which of these replicas this rank holds
 
     @property
+    def dimensions(self) -> int:
+        """The number of dimensions by which optimizers tell matrices from vectors: biases of experts are vectors."""
+        return 1 if self.name.endswith(".bias") else self.local.dim()
+
+    @property
     def is_owner(self) -> bool:
         """Whether this rank, of all that hold the region, sends it where each element is needed once."""
         return self.replica == 0 and not self.is_tied_copy

@@ -49,6 +49,8 @@ MODELS = {
                                            "use_sliding_window": True, "sliding_window": 7}),
     "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
                                      "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss_moe": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 6,
+                                         "num_experts_per_tok": 3, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "ministral": ("Ministral", "Ministral", {**GROUPED, "head_dim": 16, "sliding_window": 7,
                                              "layer_types": ["full_attention", *["sliding_attention"] * 3]}),
@@ -120,7 +122,7 @@ def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
     twin.tie_weights()
 
 
-EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen3_moe")  # families of MODELS
+EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen3_moe", "gpt_oss_moe")  # families of MODELS
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
 OURS: dict[str, ModelConfig] = {  # for plans
@@ -130,12 +132,13 @@ OURS: dict[str, ModelConfig] = {  # for plans
     "gpt_oss": GptOssConfig(**SMALL | {"num_kv_heads": 2}, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "qwen2": LlamaConfig(**SMALL, window_pattern="GL", attention_bias="all", activation="relu2"),
 }
-SPARSE = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
+SPARSE: dict = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
 OURS_WITH_EXPERTS: dict[str, ModelConfig] = {
     "olmoe": OlmoeConfig(**SPARSE | {"window": 0}, clip_qkv=1.0, dropout=0.1),
     "granitemoe": GraniteMoeConfig(
         **SPARSE | {"window": 0}, tied=False, attention_bias=True, logit_divisor=1.5, dropout=0.1
     ),
+    "gpt_oss_moe": GptOssConfig(**SPARSE, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "mixtral": MixtralConfig(**SPARSE),
     "qwen3_moe": Qwen3MoeConfig(**SPARSE, expert_size=24, expert_pattern="EDE", attention_bias="all", dropout=0.1),
 }

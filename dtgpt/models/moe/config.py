@@ -33,6 +33,7 @@ class ExpertsConfig(RotaryConfig):
     with nothing of the kind."""
 
     rules: ClassVar[Rules] = (
+        *RotaryConfig.rules,
         Rule(
             "model.experts_per_token={experts_per_token} is more than model.num_experts={num_experts}; use "
             "{num_experts} or fewer",
