@@ -149,6 +149,7 @@ NOT_WRITTEN = [
     ("qwen3_moe", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
     ("gpt_oss_moe", {"activation": "silu"}, "model.activation=silu"),
     ("mixtral", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("qwen2_moe", {"attention_bias": "all"}, "model.attention_bias=all"),
     ("qwen3_moe", {"attention_bias": "qkv"}, "model.attention_bias=qkv"),
     ("qwen3_moe", {"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
 ]
@@ -221,6 +222,9 @@ OTHERS = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; in training that multiplies"),
     ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
     ("mixtral", {"num_experts_per_tok": 0}, "model.experts_per_token=0"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "model.shared_size=0"),
+    ("qwen2_moe", {"qkv_bias": None}, "qkv_bias=null"),
+    ("qwen2_moe", {"layer_types": None, "max_window_layers": "2"}, "max_window_layers='2'"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ("qwen3_moe", {"decoder_sparse_step": 2.0}, "decoder_sparse_step=2.0"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),

@@ -9,7 +9,7 @@ from dtgpt.config.recipe_file import kinds
 from dtgpt.models.config import architectures, class_of
 from dtgpt.util.seams import load
 
-OTHERS = ["gemma3", "gpt_neo", "gpt_oss", "granitemoe", "mixtral", "olmo3", "olmoe", "qwen3_moe", "track3"]
+OTHERS = ["gemma3", "gpt_neo", "gpt_oss", "granitemoe", "mixtral", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "track3"]
 PROGRAM = """
 import sys
 import dtgpt.train.loop

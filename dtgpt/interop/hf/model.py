@@ -40,6 +40,7 @@ from dtgpt.interop.hf.mixtral import Mixtral
 from dtgpt.interop.hf.olmo3 import Olmo3
 from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.interop.hf.phi3 import Phi3
+from dtgpt.interop.hf.qwen2_moe import Qwen2Moe
 from dtgpt.interop.hf.qwen3_moe import Qwen3Moe
 from dtgpt.interop.keys import Key, Keys, among, check_keys, is_off, just, not_here
 from dtgpt.interop.marks import ADAPTER_CONFIG
@@ -71,6 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Olmoe(),
     "granitemoe": GraniteMoe(),
     "mixtral": Mixtral(),
+    "qwen2_moe": Qwen2Moe(),
     "qwen3_moe": Qwen3Moe(),
     "gemma3_text": Gemma3(),
     "gpt_oss": GptOss(),

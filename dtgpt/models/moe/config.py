@@ -99,6 +99,8 @@ class ExpertsConfig(RotaryConfig):
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix: of a stack those of each expert, gate and up apart."""
+        if parameter.name.endswith(".mlp.shared.gate_up.weight"):
+            return [(range(first, parameter.shape[0], 2),) for first in (0, 1)]
         whole = super().pieces(parameter, per_head)
         if parameter.role is not Role.COLUMN_STACK or len(parameter.shape) < 3:
             return whole

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.inference.load import load
 from dtgpt.interop.hf.model import HuggingFace
+from dtgpt.models.inventory import inventory
 from dtgpt.optim.muon import MuonConfig
 from tests.support.families import (
     EXPERTS,
@@ -132,3 +133,11 @@ def test_weight_decay_leaves_biases_of_experts_alone(recipe, optimizer):
     kept = {shard.name for shard in trainer.shards} - moved
     assert {"blocks.0.mlp.experts.gate_up.weight", "blocks.0.mlp.router.weight"} <= moved
     assert {"blocks.0.mlp.experts.gate_up.bias", "blocks.0.mlp.experts.down.bias", "blocks.0.norm_1.weight"} <= kept
+
+
+def test_gate_and_up_of_a_shared_mlp_are_two_matrices():
+    config = OURS_WITH_EXPERTS["qwen2_moe"]
+    named = {parameter.name: parameter for parameter in inventory(config).parameters()}
+    expected = [(range(0, 80, 2),), (range(1, 80, 2),)]
+    assert config.pieces(named["blocks.0.mlp.shared.gate_up.weight"]) == expected
+    assert config.pieces(named["blocks.0.mlp.shared.down.weight"]) == [(range(32),)]
