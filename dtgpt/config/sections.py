@@ -227,7 +227,7 @@ class OptimizerConfig:
 
     def make(self, shards: Any) -> Optimizer:
         """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
-        slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
+        slots = [Slot(shard.local, shard.low_precision, decay=shard.dimensions > 1) for shard in shards]
         return AdamW(slots, self.beta1, self.beta2, self.eps, self.weight_decay)
 
     def notes(self, model: ModelConfig) -> list[str]:

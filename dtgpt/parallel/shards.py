@@ -42,6 +42,11 @@ class Shard:
     replica: int  # which of these replicas this rank holds
 
     @property
+    def dimensions(self) -> int:
+        """The number of dimensions by which optimizers tell matrices from vectors: biases of experts are vectors."""
+        return 1 if self.name.endswith(".bias") else self.local.dim()
+
+    @property
     def own(self) -> tuple[Region, slice]:
         """(global indices, rows of `local`) of what this rank alone writes to a checkpoint: the ranks that hold the
         same region share its rows, unless it is small."""

@@ -10,11 +10,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dtgpt.checkpoint.load import differing
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
+from dtgpt.interop.hf.mxfp4 import from_mxfp4
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
+from tests.commands.test_cli import in_process
 from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
 from tests.support.families import MODELS, OURS, OURS_WITH_EXPERTS, their_config, their_model
 from tests.support.sources import check_parts, filled, refused
@@ -144,7 +147,9 @@ def test_what_transformers_does_not_compute_is_not_written(family, settings, wor
 NOT_WRITTEN = [
     *((family, {"window": 5}, "model.window=5") for family in WITHOUT_WINDOWS),
     ("qwen3_moe", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("gpt_oss_moe", {"activation": "silu"}, "model.activation=silu"),
     ("mixtral", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
+    ("qwen2_moe", {"attention_bias": "all"}, "model.attention_bias=all"),
     ("qwen3_moe", {"attention_bias": "qkv"}, "model.attention_bias=qkv"),
     ("qwen3_moe", {"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
 ]
@@ -197,10 +202,14 @@ OTHERS = [
     ("gemma3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}},
      "partial_rotary_factor=0.5"),
-    ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4}, "num_local_experts=32; dtgpt's GPT-OSS is dense"),
-    ("gpt_oss", {"num_local_experts": True}, "num_local_experts=true"),
-    ("gpt_oss", {"num_experts": 8}, "num_experts=8"), ("gpt_oss", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+    ("gpt_oss", {"num_local_experts": 32, "num_experts": 16}, "both num_experts=16 and num_local_experts=32"),
+    ("gpt_oss", {"num_local_experts": True}, "num_experts=true"),
+    ("gpt_oss", {"num_experts_per_tok": 2}, "model.experts_per_token=2 is more than model.num_experts=1"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config={'quant_method': 'mxfp4'}"),
+    ("gpt_oss_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+    ("gpt_oss_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "hidden_size=48, which is no multiple"),
+    ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config={'quant_method': 'mxfp4'}"),
+    ("qwen3_moe", {"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
     ("gpt_neo", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant_method': 'gptq'}"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false"), ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act="),
     ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null"), ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
@@ -213,6 +222,9 @@ OTHERS = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; in training that multiplies"),
     ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
     ("mixtral", {"num_experts_per_tok": 0}, "model.experts_per_token=0"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "model.shared_size=0"),
+    ("qwen2_moe", {"qkv_bias": None}, "qkv_bias=null"),
+    ("qwen2_moe", {"layer_types": None, "max_window_layers": "2"}, "max_window_layers='2'"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ("qwen3_moe", {"decoder_sparse_step": 2.0}, "decoder_sparse_step=2.0"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),
@@ -245,6 +257,71 @@ def test_more_experts_than_the_file_has_are_one_sentence(tmp_path):
     refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [9, 48]")
     (tmp_path / "config.json").write_text(json.dumps(settings | {name: 7}))
     refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [7, 48]")
+
+
+SETTINGS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # multiples of 32
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A GPT-OSS as the Hub has it, and the folder: experts with 4 bits a value, all else in bf16."""
+    twin, generator = their_model("gpt_oss_moe", **SETTINGS), torch.Generator().manual_seed(0)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    twin.save_pretrained(tmp_path / "packed")
+    file, path = tmp_path / "packed" / "model.safetensors", tmp_path / "packed" / "config.json"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = experts, rows, columns // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+        dense = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        twin.get_parameter(name).data = dense.float()
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return twin, tmp_path / "packed"
+
+
+def test_experts_of_4_bits_are_read_and_written_in_bf16(packed, tmp_path, capsys):
+    twin, folder = packed
+    source = HuggingFace(folder)
+    assert same_logits(filled(source), twin)
+    check_parts(source)
+    ours, again = tmp_path / "ours", tmp_path / "again"
+    for words in ([folder, ours], [ours, again, "--to", "hf", "--dtype", "bf16"]):
+        code, _, errors = in_process(["convert", *map(str, words)], capsys)
+        assert code == 0, errors
+    assert "quantization_config" not in json.loads((again / "config.json").read_text())
+    back, info = AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
+    assert back.dtype == torch.bfloat16 and not any(info.values())
+    for name, weight in back.state_dict().items():
+        assert torch.equal(weight.float(), twin.state_dict()[name]), name
+
+
+def test_every_code_of_4_bits_and_every_scale_is_exact():
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).expand(255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 16)
+    found = from_mxfp4(blocks, scales).double()
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    known = torch.tensor([*values, *(-value for value in values)], dtype=torch.float64)
+    codes = torch.arange(256)
+    pairs = torch.stack([known[codes % 16], known[codes // 16]], -1).flatten()
+    expected = pairs * 2.0 ** (torch.arange(255, dtype=torch.float64)[:, None] - 127)  # the largest are beyond fp32
+    assert torch.equal(found, expected.float().double())
+
+
+def test_a_file_of_4_bits_that_does_not_fit_is_one_sentence(packed):
+    _, folder = packed
+    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    save_file(tensors | {name: tensors[name].float()}, file)
+    refused(lambda: HuggingFace(folder), str(file), "layers.0.mlp.experts.down_proj_scales in F32")
+    save_file(tensors | {name: tensors[name][:, :-1].clone()}, file)
+    refused(lambda: HuggingFace(folder), "down_proj_scales of shape [6, 63, 3]", "asks for [6, 64, 3]")
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, file)
+    refused(lambda: HuggingFace(folder), "has no tensor layers.0.mlp.experts.down_proj_scales")
 
 
 HOSTILE = ["4", "", -1, 0, 2.5, True, [], {}, 10**30, float("nan"), -1e999]

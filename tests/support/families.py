@@ -16,6 +16,7 @@ from dtgpt.models.families.granitemoe import GraniteMoeConfig
 from dtgpt.models.families.mixtral import MixtralConfig
 from dtgpt.models.families.olmo3 import Olmo3Config
 from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.models.families.qwen2_moe import Qwen2MoeConfig
 from dtgpt.models.families.qwen3_moe import Qwen3MoeConfig
 from dtgpt.models.llama import LlamaConfig
 from tests.interop.test_interop_huggingface import scatter
@@ -44,11 +45,17 @@ MODELS = {
                                                 "attention_multiplier": 0.2, "logits_scaling": 0.6}),
     "mixtral": ("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2,
                                        "sliding_window": 7}),
+    "qwen2_moe": ("Qwen2Moe", "Qwen2Moe", {**GROUPED, "moe_intermediate_size": 40, "num_experts": 8,
+                                           "num_experts_per_tok": 3, "shared_expert_intermediate_size": 56,
+                                           "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7,
+                                           "max_window_layers": 1}),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {**GROUPED, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8,
                                            "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1],
                                            "use_sliding_window": True, "sliding_window": 7}),
     "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
                                      "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss_moe": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 6,
+                                         "num_experts_per_tok": 3, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "ministral": ("Ministral", "Ministral", {**GROUPED, "head_dim": 16, "sliding_window": 7,
                                              "layer_types": ["full_attention", *["sliding_attention"] * 3]}),
@@ -120,7 +127,7 @@ def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
     twin.tie_weights()
 
 
-EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen3_moe")  # families of MODELS
+EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_moe")  # families of MODELS
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
 OURS: dict[str, ModelConfig] = {  # for plans
@@ -130,12 +137,14 @@ OURS: dict[str, ModelConfig] = {  # for plans
     "gpt_oss": GptOssConfig(**SMALL | {"num_kv_heads": 2}, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "qwen2": LlamaConfig(**SMALL, window_pattern="GL", attention_bias="all", activation="relu2"),
 }
-SPARSE = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
+SPARSE: dict = {**SMALL, "num_kv_heads": 2, "num_experts": 6, "experts_per_token": 2}
 OURS_WITH_EXPERTS: dict[str, ModelConfig] = {
     "olmoe": OlmoeConfig(**SPARSE | {"window": 0}, clip_qkv=1.0, dropout=0.1),
     "granitemoe": GraniteMoeConfig(
         **SPARSE | {"window": 0}, tied=False, attention_bias=True, logit_divisor=1.5, dropout=0.1
     ),
+    "gpt_oss_moe": GptOssConfig(**SPARSE, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "mixtral": MixtralConfig(**SPARSE),
+    "qwen2_moe": Qwen2MoeConfig(**SPARSE, expert_size=24, shared_size=40, window_pattern="GL", dropout=0.1),
     "qwen3_moe": Qwen3MoeConfig(**SPARSE, expert_size=24, expert_pattern="EDE", attention_bias="all", dropout=0.1),
 }

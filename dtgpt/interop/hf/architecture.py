@@ -39,6 +39,16 @@ class Architecture:
     names: ClassVar[Mapping[str, str]] = {}  # parts of dtgpt's names -> parts of transformers', replaced in this order
     packed: ClassVar[Mapping[str, Sequence[str]]] = {}  # what a module of dtgpt's is there, before `names` are replaced
     transposed = False  # whether matrices lie [in, out]
+    of_bytes: re.Pattern[str] | None = None  # names of tensors in which several values, or a scale, are bytes
+    known: Sequence[str] = ()  # keys of config.json that it takes, and no other family does
+
+    def of(self, settings: Mapping[str, Any]) -> "Architecture":
+        """Return by what a folder with these settings is read: another one where its tensors lie otherwise."""
+        return self
+
+    def is_of_bytes(self, plain: str) -> bool:
+        """Return whether the tensor of this name has bytes."""
+        return self.of_bytes is not None and self.of_bytes.fullmatch(plain) is not None
 
     def stored_names(self, name: str, config: Any) -> list[str]:
         """Return transformers' names of dtgpt's parameter `name` of a model, without `prefix`."""

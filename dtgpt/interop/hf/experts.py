@@ -39,6 +39,9 @@ class LikeMixture(LikeLlama):
         """Return which of `stacks` a parameter is; None: none of them."""
         return next((stack for stack in self.stacks if f".{stack}." in name), None)
 
+    def rows_of_group(self, name: str, config: Any) -> list[int]:
+        return [1, 1] if ".mlp.shared.gate_up." in name else super().rows_of_group(name, config)
+
     def stored_names(self, name: str, config: Any) -> list[str]:
         stack = self._stack_of(name)
         if stack is None:

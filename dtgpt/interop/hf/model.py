@@ -40,6 +40,7 @@ from dtgpt.interop.hf.mixtral import Mixtral
 from dtgpt.interop.hf.olmo3 import Olmo3
 from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.interop.hf.phi3 import Phi3
+from dtgpt.interop.hf.qwen2_moe import Qwen2Moe
 from dtgpt.interop.hf.qwen3_moe import Qwen3Moe
 from dtgpt.interop.keys import Key, Keys, among, check_keys, is_off, just, not_here
 from dtgpt.interop.marks import ADAPTER_CONFIG
@@ -54,6 +55,7 @@ from dtgpt.util.storage import open_regular, read_json, write_json, write_text
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
+BYTES = "U8"
 LONGEST = 4096  # tokens that transformers generates where nobody says how many
 ROWS = 4096  # of two tables compared at a time
 # Without these words transformers would take an empty tokenizer for the model's; with them it says that there is none.
@@ -71,6 +73,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Olmoe(),
     "granitemoe": GraniteMoe(),
     "mixtral": Mixtral(),
+    "qwen2_moe": Qwen2Moe(),
     "qwen3_moe": Qwen3Moe(),
     "gemma3_text": Gemma3(),
     "gpt_oss": GptOss(),
@@ -108,9 +111,9 @@ class HuggingFace(Source):
         check_keys(settings, ATTENTION, path)
         check_keys(settings, KIND, path)
         self.kind = settings["model_type"]
-        architecture = ARCHITECTURES[self.kind]
+        self.architecture = architecture = ARCHITECTURES[self.kind].of(settings)
         self.config = architecture.read_config(settings, path)
-        check_keys(settings, KEYS, path)
+        check_keys({key: value for key, value in settings.items() if key not in architecture.known}, KEYS, path)
         if (folder / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"{folder} holds an adapter ({ADAPTER_CONFIG}) beside the model, and transformers adds it; move "
@@ -131,7 +134,7 @@ class HuggingFace(Source):
             raise _contradicts(path) if "tied" in (f.name for f in fields(self.config)) else untied(folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        architecture = ARCHITECTURES[self.kind]
+        architecture = self.architecture
         names = architecture.stored_names(name, self.config)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
         if has_vocabulary(name, self.config):
@@ -152,7 +155,7 @@ class HuggingFace(Source):
                     f"{path} has no tensor {shown_name(self._names[plain])}, where the index puts it; copy it again"
                 )
             dtype, shapes[plain] = there[path][self._names[plain]]
-            if dtype not in STORED:
+            if not (dtype == BYTES if self.architecture.is_of_bytes(plain) else dtype in STORED):
                 raise UserError(f"{path} has {shown_name(plain)} in {dtype}; give weights in {', '.join(STORED)}")
         return shapes
 

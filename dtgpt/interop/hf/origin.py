@@ -31,6 +31,7 @@ TEMPLATE = "chat_template.jinja"
 OF_MODEL = ("config.json", "generation_config.json")
 LARGEST = 1 << 24  # bytes of one of these files
 DTYPES = ("torch_dtype", "dtype")  # of weights, for transformers 4 and 5
+QUANTISED = "quantization_config"  # of what was read; what dtgpt writes is in the type that is asked for
 OF_CLASS = ("auto_map", "add_bos_token", "add_eos_token")  # what tokenizer.json says, or other classes do
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
@@ -72,7 +73,8 @@ class Origin:
         theirs, own, whole = self.files.get("config.json"), made["config.json"], self.whole(config)
         if not isinstance(theirs, dict):
             return self._with_ends(made)
-        model: dict[str, Any] = theirs | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
+        plain = {name: value for name, value in theirs.items() if name != QUANTISED}
+        model: dict[str, Any] = plain | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
         model |= {name: whole.seq_length for name in POSITIONS if name in theirs}
         if not _describes(model, whole):
             return self._with_ends(made)

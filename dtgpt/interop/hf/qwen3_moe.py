@@ -21,11 +21,12 @@ def _are_layers(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(layer) is int for layer in value))
 
 
+ARE_LAYERS = Key(_are_layers, "; it must be a list of the numbers of layers without experts")
 KEYS: Keys = {
     "attention_bias": FLAG._replace(default=False),
     "norm_topk_prob": FLAG._replace(default=False),
     "use_sliding_window": FLAG._replace(default=False),
-    "mlp_only_layers": Key(_are_layers, "; it must be a list of the numbers of layers without experts"),
+    "mlp_only_layers": ARE_LAYERS,
     "tie_word_embeddings": TIED,
 }
 WRITTEN_RULES: Rules = (

@@ -8,6 +8,7 @@ CAPABILITY = Capability(
         "olmoe": "dtgpt.models.families.olmoe:OlmoeConfig",
         "granitemoe": "dtgpt.models.families.granitemoe:GraniteMoeConfig",
         "mixtral": "dtgpt.models.families.mixtral:MixtralConfig",
+        "qwen2_moe": "dtgpt.models.families.qwen2_moe:Qwen2MoeConfig",
         "qwen3_moe": "dtgpt.models.families.qwen3_moe:Qwen3MoeConfig",
         "olmo3": "dtgpt.models.families.olmo3:Olmo3Config",
         "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",

@@ -33,6 +33,7 @@ class ExpertsConfig(RotaryConfig):
     with nothing of the kind."""
 
     rules: ClassVar[Rules] = (
+        *RotaryConfig.rules,
         Rule(
             "model.experts_per_token={experts_per_token} is more than model.num_experts={num_experts}; use "
             "{num_experts} or fewer",
@@ -98,6 +99,8 @@ class ExpertsConfig(RotaryConfig):
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix: of a stack those of each expert, gate and up apart."""
+        if parameter.name.endswith(".mlp.shared.gate_up.weight"):
+            return [(range(first, parameter.shape[0], 2),) for first in (0, 1)]
         whole = super().pieces(parameter, per_head)
         if parameter.role is not Role.COLUMN_STACK or len(parameter.shape) < 3:
             return whole

@@ -134,7 +134,7 @@ class Muon:
         self.matrices = Matrices(shards, chosen, costs, self.dtype)
         self.others = self._make_others(
             {
-                s.index: (config.rate_of(known[s.name].role, s.local.dim()), config.decay_of(s.local.dim()))
+                s.index: (config.rate_of(known[s.name].role, s.dimensions), config.decay_of(s.dimensions))
                 for s in shards
                 if s.index not in self.momentum
             }

@@ -13,7 +13,17 @@ from torch.nn.functional import cross_entropy
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.inference.library.load import load
 from dtgpt.interop.hf.model import HuggingFace
-from tests.support.families import EXPERTS, MODELS, copy_weights, their_config, their_model, theirs_of
+from dtgpt.models.inventory import inventory
+from dtgpt.optim.muon import MuonConfig
+from tests.support.families import (
+    EXPERTS,
+    MODELS,
+    OURS_WITH_EXPERTS,
+    copy_weights,
+    their_config,
+    their_model,
+    theirs_of,
+)
 from tests.support.runs import training
 from tests.support.sources import filled
 
@@ -105,3 +115,29 @@ def test_greedy_texts_are_those_of_transformers(twins, family):
         torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(prompt) :]
     assert load(folder).generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False) == expected.tolist()
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig, MuonConfig])
+def test_weight_decay_leaves_biases_of_experts_alone(recipe, optimizer):
+    """A step without gradients moves what decays, and nothing else."""
+    model = replace(OURS_WITH_EXPERTS["gpt_oss_moe"], num_layers=1, dropout=0.0)
+    decays = {"weight_decay": 0.5, **({"vector_weight_decay": 0.0} if optimizer is MuonConfig else {})}
+    trainer = training(replace(recipe, model=model, optimizer=optimizer(lr=0.1, warmup=0, **decays)))
+    loss = trainer.gradients()
+    with torch.no_grad():
+        for shard in trainer.shards:
+            shard.local.fill_(1.0)
+            trainer.shards.gradient(shard).zero_()
+    trainer.update(loss)
+    moved = {shard.name for shard in trainer.shards if (shard.local != 1).any()}
+    kept = {shard.name for shard in trainer.shards} - moved
+    assert {"blocks.0.mlp.experts.gate_up.weight", "blocks.0.mlp.router.weight"} <= moved
+    assert {"blocks.0.mlp.experts.gate_up.bias", "blocks.0.mlp.experts.down.bias", "blocks.0.norm_1.weight"} <= kept
+
+
+def test_gate_and_up_of_a_shared_mlp_are_two_matrices():
+    config = OURS_WITH_EXPERTS["qwen2_moe"]
+    named = {parameter.name: parameter for parameter in inventory(config).parameters()}
+    expected = [(range(0, 80, 2),), (range(1, 80, 2),)]
+    assert config.pieces(named["blocks.0.mlp.shared.gate_up.weight"]) == expected
+    assert config.pieces(named["blocks.0.mlp.shared.down.weight"]) == [(range(32),)]
