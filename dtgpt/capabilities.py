@@ -37,6 +37,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.muon", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
+    ("dtgpt.optim.balance", ("dtgpt.charts", "dtgpt.models.moe")),
     ("dtgpt.data.cached", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
     ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
