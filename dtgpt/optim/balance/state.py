@@ -12,6 +12,7 @@ All state is on the device and changes by tensor operations in place: a CUDA gra
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -210,10 +211,11 @@ class Balances(StepState):
         figures |= {name: float(getattr(found[name], how)()) for name, how in whole.items()}
         for place, block in enumerate(self.blocks):
             figures |= {f"{name}_{block}": float(values[place]) for name, values in found.items()}
+        figures = {name: np.float32(value).item() for name, value in figures.items()}  # without what an order adds
         return {name: int(value) if name.startswith("dead") else value for name, value in figures.items()}
 
     def _losses(self, loads: Tensor, chances: Tensor, sums: Tensor, tokens: Tensor) -> dict[str, float]:
-        """Return the losses that the recipe has, without their coefficients, rounded to fp32."""
+        """Return the losses that the recipe has, without their coefficients."""
         found, config = {}, self.config
         if config.loss:
             if config.over == "sequence":
@@ -224,7 +226,7 @@ class Balances(StepState):
                 found["balance_loss"] = self.experts * (chosen * chance).sum(-1).mean()
         if config.z_loss:
             found["z_loss"] = (sums[:, 1] / tokens).mean()
-        return {name: float(value.float()) for name, value in found.items()}
+        return {name: float(value) for name, value in found.items()}
 
     def state(self) -> None:
         """Return None: corrections are parameters, which a checkpoint has."""
