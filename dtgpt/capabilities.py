@@ -92,6 +92,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.prepare",
             "dtgpt.models.families",
             "dtgpt.models.moe",
+            "dtgpt.optim.balance",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
             "dtgpt.planning",

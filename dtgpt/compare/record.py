@@ -32,6 +32,7 @@ from dtgpt.compare.shared_state import (
 from dtgpt.compare.trace import FP8_EPS, traced
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
@@ -119,10 +120,19 @@ def record_run(words: list[str]) -> None:
     of `dtgpt record`, then options."""
     path, file, steps, moved, shared, role, *options = words
     tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
-    with open_trainer(load_recipe(Path(path), options)) as trainer:
+    with open_trainer(without_graphs(load_recipe(Path(path), options))) as trainer:
         if tracing.moved:
             move_weights(trainer, tracing.moved)
         save_record(record(trainer, int(steps), tracing=tracing), tracing.file)
+
+
+def without_graphs(recipe: Recipe) -> Recipe:
+    """Return a recipe whose choices of experts can be seen in each step: neither captured nor compiled, unless it says
+    so."""
+    if not hasattr(recipe.model, "num_experts"):
+        return recipe
+    off = {name: "off" for name in ("graph", "compile") if getattr(recipe, name) == "auto"}
+    return replace(recipe, **off)
 
 
 def record(

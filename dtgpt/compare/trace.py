@@ -111,6 +111,8 @@ class Recorder:
         self.tensors = {key: value for key, value in self.tensors.items() if value.dim() or key.kind not in kinds}
 
     def _begin(self, stage: str, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():  # a pass before those of the step
+            return
         done = self._passes.get(stage, 0)
         self._passes[stage] = done + 1
         self._micro_batch = self.first + done
@@ -128,7 +130,7 @@ class Recorder:
         self._see(f"{name} output", output)
 
     def _see(self, label: str, values: Any) -> None:
-        if is_in_backward():  # which computes the pass again
+        if is_in_backward() or not torch.is_grad_enabled():  # backward computes the pass again
             return
         last = {getattr(value, "grad_fn", None): index for index, value in enumerate(leaves(values))}
         for index, value in enumerate(leaves(values)):
