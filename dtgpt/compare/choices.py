@@ -62,7 +62,7 @@ class Choices:
         self.flips: list[Flip] = []
         self.turned = self.compared = 0  # choices of tokens that differ, of all
         self._step: int | None = None
-        self._passes: dict[int, int] = defaultdict(int)
+        self._passes: dict[tuple[int, bool], int] = defaultdict(int)
         # Of blocks in this step: what a pass chose, and what it got in its place, for the same pass in backward.
         self._replaced: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
@@ -75,7 +75,7 @@ class Choices:
 
     @contextmanager
     def of_step(self, step: int, first: int = 0) -> Iterator[None]:
-        """Compare the choices of training passes while the context lasts. first: number of this rank's first sample."""
+        """Compare the choices of passes while the context lasts. first: number of this rank's first sample."""
         self._step, self.first = step, first
         self._passes.clear()
         self._replaced.clear()
@@ -93,23 +93,25 @@ class Choices:
         self, index: int, name: str, router: Router, logits: Tensor, experts: Tensor, correction: Tensor | None
     ) -> Tensor:
         captured = experts.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._step is None or captured or not torch.is_grad_enabled():
+        if self._step is None or captured:
             return experts
         if is_in_backward():  # which computes the pass again
             return next((to for own, to in self._replaced[index] if torch.equal(own, experts)), experts)
-        first = self.first + self._passes[index] * self.size
-        self._passes[index] += 1
+        trains = torch.is_grad_enabled()  # else a pass that looks at the batch before
+        first = self.first + self._passes[index, trains] * self.size
+        self._passes[index, trains] += 1
         key = f"{self._step}/{index}"
         if self.theirs is None:
-            self.kept[key].append(experts.to("cpu", torch.int32))
+            if trains:
+                self.kept[key].append(experts.to("cpu", torch.int32))
             return experts
         theirs = self.theirs.get(key)
         theirs = theirs[first : first + len(experts)].to(experts) if theirs is not None else experts
         if theirs.shape != experts.shape:  # of another number of experts or tokens
             return experts
-        scores = scores_of(logits.detach(), router, correction)
-        self._note(experts, theirs, scores, name, first)
-        if not torch.equal(experts, theirs):
+        if trains:
+            self._note(experts, theirs, scores_of(logits.detach(), router, correction), name, first)
+        if trains and not torch.equal(experts, theirs):
             self._replaced[index].append((experts, theirs))
         return theirs
 
@@ -181,6 +183,6 @@ def as_the_run(trainer: Trainer, choices: Choices | None, model: Decoder) -> Non
     """Give a model in float64 what routers of the trainer have beside their weights, in the first step."""
     for state in trainer.optimizer.states:
         if isinstance(state, Balances):
-            state.twin(model)
+            state.twin(model, trainer.settings.micro_batch_size)
     if choices is not None:
         choices.float64(model, 1)

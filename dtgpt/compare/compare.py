@@ -268,7 +268,9 @@ def told_choices(record: Record) -> str:
     """Return how many choices of experts rounding has turned over; empty where none was compared."""
     if not record.chosen:
         return ""
-    rate = f"choices of experts: {record.turned} of {record.chosen:,} are others ({per_million(record):.3g} per million)"
+    rate = (
+        f"choices of experts: {record.turned} of {record.chosen:,} are others ({per_million(record):.3g} per million)"
+    )
     return f"{rate}; {min(record.flips, key=lambda flip: (flip.step, -flip.gap))}" if record.flips else rate
 
 

@@ -116,8 +116,8 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
         if kind == "first gradient":
             steps.append(((1, reference.backward_place(parameter), 0, 0), parameter))
     for flip in record.flips:
-        if flip.step == 1 and (place := reference.order.get(f"{flip.module} {LOGITS} 0")) is not None:
-            steps.append(((0, place + 0.5, flip.sample, flip.rank), flip))
+        if flip.step == 1 and (name := reference.known_as.get(f"{flip.module} {LOGITS} 0")) is not None:
+            steps.append(((0, reference.order[name] + 0.5, flip.sample, flip.rank), flip))
     found = Located()
     for _, what in sorted(steps, key=lambda step: step[0]):
         if isinstance(what, str):
@@ -225,7 +225,8 @@ class Judge:
         """Return what a choice is that differs from the reference's: rounding, if the logits of the token differ by as
         much as the scores of the two experts are apart."""
         trace = next(trace for trace in pairing.traces if trace.rank == flip.rank)
-        key = Key(flip.sample // trace.samples, "activation", f"{flip.module} {LOGITS} 0")
+        name = self.reference.known_as[f"{flip.module} {LOGITS} 0"]
+        key = Key(flip.sample // trace.samples, "activation", name)
         apart, size = 0.0, math.inf  # of a token whose logits were not kept
         for piece in pairing.pieces(trace, key, key.name) if key in trace.keys else ():
             row = flip.sample - piece.first

@@ -31,7 +31,12 @@ from dtgpt.util.torch_private import is_dtensor
 if TYPE_CHECKING:
     from dtgpt.parallel.engine import TrainingEngine
 
-SUMS = ("sequence_loss", "z_loss", "entropy", "samples")  # over the batch, of each layer, beside loads and probabilities
+SUMS = (
+    "sequence_loss",
+    "z_loss",
+    "entropy",
+    "samples",
+)  # over the batch, of each layer, beside loads and probabilities
 
 
 class _Watched(torch.autograd.Function):
@@ -79,11 +84,12 @@ class Balance:
         ]
         shared.totals[self.row] += torch.cat(sums)
         # Of a token in the mean over all that count, which is that over micro-batches, as those of the loss are.
-        part = (shared.share / (logits.shape[0] * logits.shape[1])).to(logits.dtype)
+        samples = shared.samples or len(logits)
+        part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)
         made = []
         if config.loss:
             ahead = shared.loads[self.row].to(logits.dtype) * part
-            of_loads = ahead if config.looks_ahead else per_sequence * each / len(logits)
+            of_loads = ahead if config.looks_ahead else per_sequence * each / samples
             made.append(config.loss * through(own, logits, score, of_loads))
         if config.z_loss:
             made.append(2 * config.z_loss * part * log_sum * logits.softmax(-1))
@@ -114,6 +120,7 @@ class Balances(StepState):
         self.share = torch.ones((), device=device)
         self.scale: Tensor | None = None
         self.counted: Tensor | None = None  # bool [B, T], of the present pass; None: all tokens
+        self.samples: int | None = None  # of a micro-batch; None: as many as a pass has
         self.looks = False  # whether a pass is run for the loads of the batch alone
         self.parameters: dict[int, nn.Parameter] = {}  # of the corrections of this rank's routers, by row
         self._knows = False  # whether `corrections` are those of the parameters
@@ -131,9 +138,11 @@ class Balances(StepState):
             self.parameters[row] = router.correction.bias
         router.balance = Balance(self, row, router.rule, self.corrections[row] if corrects else None)
 
-    def twin(self, model: Decoder) -> None:
-        """Attach to another whole model, on the CPU, what has the loads and factors of this step."""
+    def twin(self, model: Decoder, samples: int) -> None:
+        """Attach to another whole model, on the CPU, what has the loads and factors of this step. samples: of a
+        micro-batch, of which passes may have a part."""
         twin = Balances(self.model, self.config, self.mesh, torch.device("cpu"))
+        twin.samples = samples
         twin.loads, twin.share = self.loads.cpu(), self.share.cpu()
         twin.scale = None if self.scale is None else self.scale.cpu()
         twin.attach([model])
