@@ -1,10 +1,10 @@
 """Choices of experts that rounding turns over.
 
 Two experts of a token may have scores that are equal but for rounding. A right run may then choose the other one, and
-whatever comes behind it differs by much more than rounding. So the reference writes its choices of every step; any other
-run notes where its own differ, and goes on with those of the reference. What comes behind a choice stays comparable, and
-loads of experts are equal to the bit. `dtgpt.compare.gate` asks of each choice of the first step that differs whether
-the logits do, which it judges by themselves.
+whatever comes behind it differs by much more than rounding. So the reference writes its choices of every step; any
+other run notes where its own differ, and goes on with those of the reference. What comes behind a choice stays
+comparable, and loads of experts are equal to the bit. `dtgpt.compare.gate` asks of each choice of the first step that
+differs whether the logits do, which it judges by themselves.
 """
 
 from collections import defaultdict

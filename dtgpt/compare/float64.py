@@ -39,8 +39,8 @@ def trace_in_float64(
 ) -> None:
     """Compute the first step of a trainer of one process, at its initial weights, in float64 on the CPU, and write what
     modules compute, and the gradients of parameters where the whole batch is computed, to `file` and the word
-    "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word. prepare: gives the model what modules of the trainer have beside their
-    weights."""
+    "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word. prepare: gives the model
+    what modules of the trainer have beside their weights."""
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)

@@ -233,7 +233,7 @@ class Judge:
             if 0 <= row < len(piece.theirs):
                 ours, theirs = (each[row, flip.token].double() for each in (piece.ours, piece.theirs))
                 apart, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
-        explained = math.isinf(size) or 0 < apart and flip.gap <= 2 * apart + 8 * 2.0**-23 * size
+        explained = math.isinf(size) or (apart > 0 and flip.gap <= 2 * apart + 8 * 2.0**-23 * size)
         return finding_of(
             flip.gap,
             "rounding" if explained else "fault",

@@ -131,8 +131,8 @@ def without_graphs(recipe: Recipe) -> Recipe:
     so."""
     if not hasattr(recipe.model, "num_experts"):
         return recipe
-    off = {name: "off" for name in ("graph", "compile") if getattr(recipe, name) == "auto"}
-    return replace(recipe, **off)
+    graph, compiles = ("off" if given == "auto" else given for given in (recipe.graph, recipe.compile))
+    return replace(recipe, graph=graph, compile=compiles)
 
 
 def record(
@@ -195,7 +195,7 @@ def record(
         if tracing is not None and begin is not None and checked:
             unrepeated = repeat_step(trainer, begin, tracing.file)
         after_step()
-    if choices is not None and checked:
+    if choices is not None and tracing is not None and checked:
         choices.save(file_of_choices(tracing.shared))
     memory = mesh.gather(peak_memory(mesh.device))
     keep("weight", attrgetter("local"))

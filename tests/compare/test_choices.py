@@ -100,7 +100,7 @@ FAULTS = {
         "take = Balance.take\n"
         "def moves(self, *given):\n"
         "    made = take(self, *given)\n"
-        "    state.corrections[self.row, :3] += 0.01\n"
+        "    self.correction[:3] += 0.01\n"
         "    return made\n"
         "Balance.take = moves",
         "blocks.1.mlp.router",  # the first in which a choice follows
@@ -128,7 +128,8 @@ def test_a_fault_is_located(recipe, held, name, monkeypatch):
 
 def test_a_correction_that_goes_astray_later_is_named(recipe, held):
     change = STATE + (
-        "plain = state.update\ndef late(*given):\n    plain(*given)\n    state.corrections[0, :3] += 1\nstate.update = late"
+        "plain = state.update\ndef late(*given):\n"
+        "    plain(*given)\n    state.corrections[0, :3] += 1\nstate.update = late"
     )
     record, found = held(recipe, change, steps=3)
     assert found.fault is None and {flip.step for flip in record.flips} == {2}

@@ -1,5 +1,5 @@
-"""Balance of experts: the correction of a router's choice, losses that keep experts evenly used, and what records say of
-their loads."""
+"""Balance of experts: the correction of a router's choice, losses that keep experts evenly used, and what records say
+of their loads."""
 
 from dtgpt.util.seams import Capability
 

@@ -9,7 +9,7 @@ from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
-from dtgpt.util.rules import Changed, Given, Missing, Rule, Rules
+from dtgpt.util.rules import Changed, Missing, Rule, Rules
 
 COEFFICIENT = Bounds(0, 1e6)
 

@@ -3,12 +3,12 @@
 from dtgpt.util.seams import Explanations
 
 NO_CAPACITY = (
-    "dtgpt never drops a token for lack of room, since which one is dropped would depend on the plan; leave {name} out, "
-    "and even loads out by --balance.loss or --balance.bias_step"
+    "dtgpt never drops a token for lack of room, since which one is dropped would depend on the plan; leave "
+    "{name} out, and even loads out by --balance.loss or --balance.bias_step"
 )
 NO_JITTER = (
-    "dtgpt adds no noise to routers, since choices would differ between plans; leave {name} out, and even loads out by "
-    "--balance.loss or --balance.bias_step"
+    "dtgpt adds no noise to routers, since choices would differ between plans; leave {name} out, and even loads "
+    "out by --balance.loss or --balance.bias_step"
 )
 SENTENCES = {"capacity": NO_CAPACITY, "drop_tokens": NO_CAPACITY, "token_drop": NO_CAPACITY, "jitter": NO_JITTER}
 

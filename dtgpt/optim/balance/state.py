@@ -20,7 +20,6 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import Router, routers
-from dtgpt.ops.experts.routing import Routing
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import chosen_of, counted_tokens, probabilities, sequence_loads, through
 from dtgpt.optim.step_state import StepState
@@ -55,16 +54,19 @@ class _Watched(torch.autograd.Function):
 
 
 class Balance:
-    """What a `Router` has of it."""
+    """What a `Router` has of it: rows of the tensors of all layers, so that code compiled for one layer is that of
+    all."""
 
-    def __init__(self, shared: "Balances", row: int, rule: Routing, correction: Tensor | None):
-        self.shared, self.row, self.rule, self.correction = shared, row, rule, correction
+    def __init__(self, shared: "Balances", row: int, router: Router):
+        self.shared, self.rule = shared, router.rule
+        self.totals, self.ahead, self.loads = shared.totals[row], shared.ahead[row], shared.loads[row]
+        self.correction = None if router.correction is None else shared.corrections[row]
 
     def watch(self, logits: Tensor, experts: Tensor) -> Tensor:
         shared = self.shared
         if shared.looks:
             counted = weights_of(shared.counted, logits)
-            shared.ahead[self.row] += chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64)
+            self.ahead += chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64)
         return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits
 
     def take(self, logits: Tensor, experts: Tensor, counted: Tensor | None) -> Tensor | None:
@@ -82,13 +84,13 @@ class Balance:
             (torch.special.entr(own) * weights).sum(dtype=torch.float64)[None],
             torch.full((1,), len(logits), dtype=torch.float64, device=logits.device),
         ]
-        shared.totals[self.row] += torch.cat(sums)
+        self.totals += torch.cat(sums)
         # Of a token in the mean over all that count, which is that over micro-batches, as those of the loss are.
         samples = shared.samples or len(logits)
         part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)
         made = []
         if config.loss:
-            ahead = shared.loads[self.row].to(logits.dtype) * part
+            ahead = self.loads.to(logits.dtype) * part
             of_loads = ahead if config.looks_ahead else per_sequence * each / samples
             made.append(config.loss * through(own, logits, score, of_loads))
         if config.z_loss:
@@ -133,10 +135,9 @@ class Balances(StepState):
                     self._attach(router, self.blocks.index(int(index)))
 
     def _attach(self, router: Router, row: int) -> None:
-        corrects = router.correction is not None
         if router.correction is not None:
             self.parameters[row] = router.correction.bias
-        router.balance = Balance(self, row, router.rule, self.corrections[row] if corrects else None)
+        router.balance = Balance(self, row, router)
 
     def twin(self, model: Decoder, samples: int) -> None:
         """Attach to another whole model, on the CPU, what has the loads and factors of this step. samples: of a
