@@ -13,7 +13,10 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
     """Return what counts the loads of experts, and keeps them even where the recipe says so; None without experts."""
     if not hasattr(settings.model, "num_experts"):
         return None
+    from dtgpt.models.moe.config import ExpertsConfig
     from dtgpt.optim.balance.config import BalanceConfig
     from dtgpt.optim.balance.state import Balances
 
+    if not isinstance(settings.model, ExpertsConfig):
+        return None
     return Balances(settings.model, settings.section(BalanceConfig), mesh)

@@ -66,7 +66,7 @@ class Balance:
         shared = self.shared
         if shared.looks:
             counted = weights_of(shared.counted, logits)
-            self.ahead += chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64)
+            self.ahead.add_(chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64))
         return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits
 
     def take(self, logits: Tensor, experts: Tensor, counted: Tensor | None) -> Tensor | None:
@@ -84,7 +84,7 @@ class Balance:
             (torch.special.entr(own) * weights).sum(dtype=torch.float64)[None],
             torch.full((1,), len(logits), dtype=torch.float64, device=logits.device),
         ]
-        self.totals += torch.cat(sums)
+        self.totals.add_(torch.cat(sums))
         # Of a token in the mean over all that count, which is that over micro-batches, as those of the loss are.
         samples = shared.samples or len(logits)
         part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)
