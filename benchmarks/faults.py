@@ -460,4 +460,85 @@ FAULTS = [
         "for n in experts or range(1)",
         "for n in range(max(1, len(experts)))",
     ),
+    Fault(
+        "balance: tokens of padding are counted",
+        "dtgpt/optim/balance/losses.py",
+        "return sums.gather(1, end) > sums.gather(1, first)",
+        "return sums.gather(1, end) >= sums.gather(1, first)",
+    ),
+    Fault(
+        "balance: evaluation is counted",
+        "dtgpt/optim/balance/state.py",
+        "return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits",
+        "if not torch.is_grad_enabled():\n            self.take(logits, experts, shared.counted)\n"
+        "        return _Watched.apply(logits, experts, shared.counted, self)",
+    ),
+    Fault(
+        "balance: a pass that runs again in backward is counted again",
+        "dtgpt/optim/balance/state.py",
+        "ctx.save_for_backward(logits, experts)\n",
+        "ctx.save_for_backward(logits, experts)\n"
+        "        if torch._C._current_graph_task_id() != -1:\n            balance.take(logits, experts, counted)\n",
+    ),
+    Fault(
+        "balance: the auxiliary loss is not attached",
+        "dtgpt/optim/balance/state.py",
+        "return grad if more is None else grad + more, None, None, None",
+        "return grad, None, None, None",
+    ),
+    Fault(
+        "balance: the loss of a sequence is divided by the number of micro-batches once more",
+        "dtgpt/optim/balance/state.py",
+        "self.last.copy_(self.mesh.all_reduce(self.totals))",
+        "self.last.copy_(self.mesh.all_reduce(self.totals))\n"
+        "        self.last[:, 2 * self.experts] /= self.mesh.plan.dp + 1",
+    ),
+    Fault(
+        "balance: gradients are divided by the size of a micro-batch",
+        "dtgpt/optim/balance/state.py",
+        "part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)",
+        "part = (shared.share / (samples * samples * logits.shape[1])).to(logits.dtype)",
+    ),
+    Fault(
+        "balance: gradients lack the weight of a micro-batch",
+        "dtgpt/optim/balance/state.py",
+        "scale = 1.0 if shared.scale is None else shared.scale.to(logits.dtype)",
+        "scale = 1.0",
+    ),
+    Fault(
+        "balance: the loss compares the loads of each rank",
+        "dtgpt/optim/balance/state.py",
+        "self.mesh.all_reduce(self.ahead)",
+        "pass",
+    ),
+    Fault(
+        "balance: corrections move by the loads of each rank",
+        "dtgpt/optim/balance/state.py",
+        "self.last.copy_(self.mesh.all_reduce(self.totals))",
+        "self.last.copy_(self.totals)",
+    ),
+    Fault(
+        "balance: loads of a step are added to those of the next",
+        "dtgpt/optim/balance/state.py",
+        "self.totals.zero_()",
+        "pass",
+    ),
+    Fault(
+        "balance: corrections move away from even loads",
+        "dtgpt/optim/balance/state.py",
+        "below = loads.sum(1, keepdim=True) - self.experts * loads",
+        "below = self.experts * loads - loads.sum(1, keepdim=True)",
+    ),
+    Fault(
+        "balance: corrections of a checkpoint are not read",
+        "dtgpt/optim/balance/state.py",
+        '"""Read the corrections again."""\n        self._knows = False',
+        '"""Read the corrections again."""\n        self._knows = True',
+    ),
+    Fault(
+        "balance: a sigmoid router may lower all scores",
+        "dtgpt/optim/balance/losses.py",
+        "return own / own.sum(-1, keepdim=True)",
+        "return own",
+    ),
 ]  # fmt: skip

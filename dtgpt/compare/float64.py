@@ -34,10 +34,13 @@ CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
 OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
 
 
-def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
+def trace_in_float64(
+    trainer: Trainer, file: Path, moved: bool = False, prepare: Callable[[Decoder], None] = lambda model: None
+) -> None:
     """Compute the first step of a trainer of one process, at its initial weights, in float64 on the CPU, and write what
     modules compute, and the gradients of parameters where the whole batch is computed, to `file` and the word
-    "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word."""
+    "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word. prepare: gives the model
+    what modules of the trainer have beside their weights."""
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
@@ -56,6 +59,7 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, AttentionCore):
             bind(module, backend="explicit")
+    prepare(model)
     trainer.expect_batch()
     batch = trainer.batch(0)
     pieces = Batch._make(None if value is None else value.cpu() for value in batch).chunk(trainer.micro_batches)

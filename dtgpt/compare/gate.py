@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.compare.choices import Flip
 from dtgpt.compare.finding import Finding, Located, Verdict, finding_of
 from dtgpt.compare.own_check import OwnFault
 from dtgpt.compare.pairing import Pairing, Piece, distance, norm, part_of
 from dtgpt.compare.record import Record
-from dtgpt.compare.trace import Cut, Key, Trace, file_of
+from dtgpt.compare.trace import LOGITS, Cut, Key, Trace, file_of
 from dtgpt.util.console import counted
 
 RATIO = 8.0
@@ -47,7 +48,7 @@ class Reference:
     def writer(self, name: str, value: Tensor) -> str:
         """Return the module that computes an activation: what it reads is computed around it, but for whole numbers."""
         module, way, _ = name.rsplit(" ", 2)
-        return module if way == "output" or not value.is_floating_point() else parent(module)
+        return module if way in ("output", LOGITS) or not value.is_floating_point() else parent(module)
 
     def own_finding(self, fault: OwnFault) -> Finding:
         """Return a fault of the reference itself."""
@@ -66,6 +67,8 @@ class Reference:
         """Return the module whose backward pass computes the gradient of a tensor: the innermost that reads it, or what
         is around those that return it."""
         labels = [other.rsplit(" ", 2) for other in (name, *self.trace.names[name])]
+        if labels[0][1] == LOGITS:
+            return labels[0][0]
         readers = [module for module, way, _ in labels if way == "input"]
         if readers:
             return max(readers, key=lambda module: (module.count("."), readers.index(module)))
@@ -99,7 +102,7 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
         tensor = f"{counted(ours, 'sample')} in place of {theirs}"
         other = finding_of(math.inf, "fault", kind="tokens", module="(all)", tensor=tensor)
         return Located(other, other)
-    steps: list[tuple[tuple[float, ...], str | tuple[Trace, Key, str]]] = []
+    steps: list[tuple[tuple[float, ...], str | Flip | tuple[Trace, Key, str]]] = []
     for trace in traces:
         for key in trace.keys:
             name = reference.known_as.get(key.name)
@@ -112,16 +115,21 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
         kind, _, parameter = label.partition("/")
         if kind == "first gradient":
             steps.append(((1, reference.backward_place(parameter), 0, 0), parameter))
+    for flip in record.flips:
+        if flip.step == 1 and (name := reference.known_as.get(f"{flip.module} {LOGITS} 0")) is not None:
+            steps.append(((0, reference.order[name] + 0.5, flip.sample, flip.rank), flip))
     found = Located()
     for _, what in sorted(steps, key=lambda step: step[0]):
         if isinstance(what, str):
             found.add(judge.parameter(record, what))
+        elif isinstance(what, Flip):
+            found.add(judge.choice(pairing, what))
         else:
             for piece in pairing.pieces(*what):
                 found.add(judge.traced(*what, piece))
         if found.fault is not None:
             return found
-    for finding in judge.update(record):
+    for finding in (*judge.loads(record), *judge.update(record)):
         found.add(finding)
     return found
 
@@ -212,6 +220,38 @@ class Judge:
             module=name.rpartition(".")[0],
             tensor=name,
         )
+
+    def choice(self, pairing: Pairing, flip: Flip) -> Finding:
+        """Return what a choice is that differs from the reference's: rounding, if the logits of the token differ by as
+        much as the scores of the two experts are apart."""
+        trace = next(trace for trace in pairing.traces if trace.rank == flip.rank)
+        name = self.reference.known_as[f"{flip.module} {LOGITS} 0"]
+        key = Key(flip.sample // trace.samples, "activation", name)
+        apart, size = 0.0, math.inf  # of a token whose logits were not kept
+        for piece in pairing.pieces(trace, key, key.name) if key in trace.keys else ():
+            row = flip.sample - piece.first
+            if 0 <= row < len(piece.theirs):
+                ours, theirs = (each[row, flip.token].double() for each in (piece.ours, piece.theirs))
+                apart, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
+        explained = math.isinf(size) or (apart > 0 and flip.gap <= 2 * apart + 8 * 2.0**-23 * size)
+        return finding_of(
+            flip.gap,
+            "rounding" if explained else "fault",
+            kind="choice",
+            module=flip.module,
+            tensor=f"of expert {flip.ours} in place of {flip.theirs} by token {flip.token}",
+            rank=flip.rank,
+            sample=flip.sample,
+        )
+
+    def loads(self, record: Record) -> Iterator[Finding]:
+        """Yield where the loads of experts differ, which are whole numbers of equal choices."""
+        for step, (ours, theirs) in enumerate(zip(record.loads, self.reference.record.loads, strict=False), 1):
+            for router in theirs:
+                if router in ours and ours[router] != theirs[router]:
+                    a, b = (torch.tensor(each[router]).double() for each in (ours, theirs))
+                    facts = {"kind": "state", "module": router, "tensor": "loads of experts", "step": step}
+                    yield finding_of(distance(a, b) / max(norm(b), 1e-300), "fault", **facts)
 
     def update(self, record: Record) -> Iterator[Finding | None]:
         """Yield how the norm, the state of the optimizer and the weights differ after the first step."""

@@ -5,7 +5,7 @@ A model that draws random numbers of its own fails the first, and would make eve
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from dtgpt.compare.float64 import BIT, trace_in_float64
 from dtgpt.compare.pairing import distance, norm
 from dtgpt.compare.shared_state import WEIGHT, held
 from dtgpt.compare.trace import FP8_EPS, Key, Recorder, Trace, file_of, uncompiled
+from dtgpt.models.decoder import Decoder
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.trainer import Trainer
@@ -99,10 +100,13 @@ def repeat_step(trainer: Trainer, begin: Snapshot, file: Path) -> OwnFault | Non
     return None
 
 
-def far_from_float64(trainer: Trainer, file: Path, kept: Mapping[str, Tensor]) -> OwnFault | None:
+def far_from_float64(
+    trainer: Trainer, file: Path, kept: Mapping[str, Tensor], prepare: Callable[[Decoder], None] = lambda model: None
+) -> OwnFault | None:
     """Return the first tensor of a traced step of one process that is further from float64 than its precision explains:
     more than half of its digits are wrong, and a change of the weights by their last bit does not do as much. kept:
-    tensors of a record, with the first gradients. The trainer has its initial weights."""
+    tensors of a record, with the first gradients. The trainer has its initial weights. prepare: as of
+    `trace_in_float64`."""
     own, exact = Trace(file_of(file, "0")), Trace(file_of(file, "float64"))
     limit = math.sqrt(eps_of(trainer))
     measured = [(key, distance(value, right), norm(right)) for key, value, right in _beside_float64(own, exact, kept)]
@@ -111,7 +115,7 @@ def far_from_float64(trainer: Trainer, file: Path, kept: Mapping[str, Tensor]) -
     far = [(key, error / size, size) for (key, error, _), size in zip(measured, sizes, strict=True)]
     if all(error <= limit for _, error, _ in far):
         return None
-    trace_in_float64(trainer, file, moved=True)
+    trace_in_float64(trainer, file, moved=True, prepare=prepare)
     moved = Trace(file_of(file, "moved"))
     for key, error, size in far:
         if not error <= limit:

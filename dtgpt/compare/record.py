@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtgpt.compare.choices import Flip, as_the_run, choices_of_ranks, file_of_choices, loads_of, open_choices
 from dtgpt.compare.float64 import move, trace_in_float64
 from dtgpt.compare.own_check import OwnFault, Snapshot, far_from_float64, repeat_step
 from dtgpt.compare.rounding import comparable
@@ -31,6 +32,7 @@ from dtgpt.compare.shared_state import (
 from dtgpt.compare.trace import FP8_EPS, traced
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
@@ -71,6 +73,10 @@ class Record:
     held_out: float | None = None  # validation loss after the last step
     apart: list[Apart] = field(default_factory=list)  # weights and the optimizer's state, beside those of one process
     unrepeated: OwnFault | None = None  # where the reference does not repeat itself
+    loads: list[dict[str, list[int]]] = field(default_factory=list)  # of each step: choices of experts, by router
+    flips: list[Flip] = field(default_factory=list)  # choices of experts that are not those of the reference
+    turned: int = 0  # how many there are
+    chosen: int = 0  # tokens that chose, in each layer
     far: OwnFault | None = None  # where it is further from float64 than its precision explains
 
     @property
@@ -114,10 +120,19 @@ def record_run(words: list[str]) -> None:
     of `dtgpt record`, then options."""
     path, file, steps, moved, shared, role, *options = words
     tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
-    with open_trainer(load_recipe(Path(path), options)) as trainer:
+    with open_trainer(without_graphs(load_recipe(Path(path), options))) as trainer:
         if tracing.moved:
             move_weights(trainer, tracing.moved)
         save_record(record(trainer, int(steps), tracing=tracing), tracing.file)
+
+
+def without_graphs(recipe: Recipe) -> Recipe:
+    """Return a recipe whose choices of experts can be seen in each step: neither captured nor compiled, unless it says
+    so."""
+    if not hasattr(recipe.model, "num_experts"):
+        return recipe
+    graph, compiles = ("off" if given == "auto" else given for given in (recipe.graph, recipe.compile))
+    return replace(recipe, graph=graph, compile=compiles)
 
 
 def record(
@@ -145,22 +160,28 @@ def record(
     unrepeated = far = None
     tokens = {} if tracing is None else note_tokens(trainer)
     checked = tracing is not None and tracing.is_reference
-    if tracing is not None and checked:
-        trace_in_float64(trainer, tracing.file)
+    choices = None if tracing is None else open_choices(trainer, tracing.shared, tracing.is_reference)
+    loads: list[dict[str, list[int]]] = []
+    prepare = partial(as_the_run, trainer, choices)
     for step in range(steps):
         if tracing is not None and 0 < step == steps - 1:
             apart += share_state(trainer, tracing, tracing.shared, sum(rates))
             take_shared(trainer, tracing)
         begin = Snapshot(trainer) if tracing is not None and step == 0 else None
-        with nullcontext() if tracing is None or step > 0 else traced(trainer, tracing.file):
+        trainer.expect_batch()
+        seen = nullcontext() if choices is None else choices.of_step(step + 1, first_sample(trainer))
+        with seen, nullcontext() if tracing is None or step > 0 else traced(trainer, tracing.file):
             loss = trainer.gradients()
         if step == 0:
             keep("first gradient", trainer.gradient)
         if step == steps - 1:
             keep("last gradient", trainer.gradient)
         if tracing is not None and step == 0 and checked:
-            far = far_from_float64(trainer, tracing.file, kept)
+            trace_in_float64(trainer, tracing.file, prepare=prepare)
+            far = far_from_float64(trainer, tracing.file, kept, prepare)
         result = trainer.update(loss)
+        if choices is not None:
+            loads.append(loads_of(trainer) if choices.saw_all else {})
         if begin is not None:
             keep("first update", begin.moved)
             for name in names_of_states(trainer):
@@ -174,6 +195,8 @@ def record(
         if tracing is not None and begin is not None and checked:
             unrepeated = repeat_step(trainer, begin, tracing.file)
         after_step()
+    if choices is not None and tracing is not None and checked:
+        choices.save(file_of_choices(tracing.shared))
     memory = mesh.gather(peak_memory(mesh.device))
     keep("weight", attrgetter("local"))
     held_out = None
@@ -200,6 +223,8 @@ def record(
         held_out=held_out,
         apart=apart,
         unrepeated=unrepeated,
+        loads=loads,
+        **choices_of_ranks(mesh, choices),
         far=far if all(map(math.isfinite, norms[:1])) else None,
     )
     return made if mesh.rank == 0 else None
@@ -220,6 +245,11 @@ def note_tokens(trainer: Trainer) -> dict[int, dict[int, str]]:
 
     batches.take = noted  # type: ignore[method-assign]
     return steps
+
+
+def first_sample(trainer: Trainer) -> int:
+    """Return the number in the global batch of the first sample of this rank in the next step."""
+    return trainer.mesh.place.dp * trainer.micro_batches * trainer.settings.micro_batch_size
 
 
 def tokens_of_steps(mesh: Mesh, own: Mapping[int, Mapping[int, str]]) -> list[list[str]]:
@@ -295,6 +325,7 @@ def read_record(file: Path) -> Record:
         tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
         values = json.loads(saved.metadata()["record"])
     values["apart"] = [Apart(*each) for each in values.get("apart", [])]
+    values["flips"] = [Flip(*each) for each in values.get("flips", [])]
     for name in ("unrepeated", "far"):
         values[name] = OwnFault(*values[name]) if values.get(name) else None
     return Record(**values, tensors=tensors)

@@ -6,7 +6,7 @@ module that reads it, where it is made between modules. `dtgpt.compare.gate` com
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from dtgpt.compare.torch_private import is_in_backward
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.moe.mixture import Router, routers
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.build import Building, build
 from dtgpt.parallel.context_parallel.slices import mean_over_slices
@@ -29,6 +30,10 @@ from dtgpt.train.trainer import Trainer
 
 ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
+
+
+LOGITS = "logits"  # of a router, in place of "input" or "output"
+Seen = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of a `Router`
 
 
 class Key(NamedTuple):
@@ -77,9 +82,16 @@ class Recorder:
                 if name:
                     handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
                     handles.append(module.register_forward_hook(partial(self._after, name)))
+        watched = [(module, module.seen) for stage in stages for module in routers(stage)]
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if isinstance(module, Router):
+                    module.seen = partial(self._choose, name, module.seen)
         try:
             yield
         finally:
+            for router, seen in watched:
+                router.seen = seen
             for handle in handles:
                 handle.remove()
 
@@ -99,10 +111,17 @@ class Recorder:
         self.tensors = {key: value for key, value in self.tensors.items() if value.dim() or key.kind not in kinds}
 
     def _begin(self, stage: str, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():  # a pass before those of the step
+            return
         done = self._passes.get(stage, 0)
         self._passes[stage] = done + 1
         self._micro_batch = self.first + done
         self.samples = len(inputs[0])
+
+    def _choose(self, name: str, then: Seen | None, logits: Tensor, experts: Tensor, more: Tensor | None) -> Tensor:
+        """Record the logits of a router. then: what else sees them."""
+        self._see(f"{name} {LOGITS}", (logits,))
+        return experts if then is None else then(logits, experts, more)
 
     def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._see(f"{name} input", inputs)
@@ -111,7 +130,7 @@ class Recorder:
         self._see(f"{name} output", output)
 
     def _see(self, label: str, values: Any) -> None:
-        if is_in_backward():  # which computes the pass again
+        if is_in_backward() or not torch.is_grad_enabled():  # backward computes the pass again
             return
         last = {getattr(value, "grad_fn", None): index for index, value in enumerate(leaves(values))}
         for index, value in enumerate(leaves(values)):

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.shards import Shards
 
 
@@ -27,6 +29,14 @@ class StepState:
 
     def attach(self, stages: Iterable[Decoder]) -> None:
         """Give the modules of this rank what they compute with, once, before the first step."""
+
+    def scaled_by(self, scale: Tensor) -> None:
+        """Take note of what gradients of the mean loss of a micro-batch are multiplied by: a scalar on the device, read
+        in each pass."""
+
+    def before(self, engine: TrainingEngine, batch: Batch, micro_batches: int) -> None:
+        """Take note of this replica's part of the batch of a step before its gradients are computed, in so many
+        micro-batches. Runs outside of CUDA graphs; the engine may compute with the batch."""
 
     def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> Tensor | None:
         """Take note of a step, after its gradients and before the weights change. Return whether they are to stay as

@@ -60,6 +60,8 @@ class Update:
         self.scaler = next((state for state in states if isinstance(state, GradientScale)), None)
         self.gradient_scale = torch.empty((), device=device)
         self.weigh_micro_batches(micro_batch_weight)
+        for state in self.states:
+            state.scaled_by(self.gradient_scale)
 
     def weigh_micro_batches(self, weight: float) -> None:
         """Multiply the gradients of each micro-batch by `weight` in the sum over all."""

@@ -135,6 +135,8 @@ class Trainer:
         # This rank's samples, which a thread has read during the last step, then forward and backward.
         batch, self.empty = self.objective.take(self.step)
         with self.timers.measure("forward_backward"):
+            for state in self.optimizer.states:
+                state.before(self.engine, batch, self.micro_batches)
             return self.engine.gradients(self.micro_batches, batch)
 
     def update(self, loss: Tensor) -> StepResult:

@@ -10,6 +10,7 @@ from dtgpt.interop.hf.llama import TIED, Family, read_shape, write_shape
 from dtgpt.interop.hf.rope import read_rope, write_rope
 from dtgpt.interop.keys import FLAG, Key, Keys, check_keys, is_off, not_here
 from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.util.errors import UserError
 from dtgpt.util.rules import check_rules
 
 FAMILY = Family(None, None, 2048, 4096, 50304, eps=1e-5, hidden=2048, layers=16, heads=16)
@@ -44,6 +45,11 @@ class Olmoe(LikeMixture):
         return checked(config, path)
 
     def write_config(self, config: OlmoeConfig) -> dict[str, Any]:
+        if config.corrects_choice:
+            raise UserError(
+                "model.corrects_choice=True, but OLMoE's files have no place for the correction of a router's choice, "
+                "without which other experts would be chosen; keep the model as a checkpoint of dtgpt"
+            )
         check_rules(NO_WINDOWS, config)
         return {
             "architectures": ["OlmoeForCausalLM"],

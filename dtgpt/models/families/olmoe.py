@@ -33,6 +33,9 @@ class OlmoeConfig(ExpertsConfig):
     ffn_hidden_size: Annotated[int, "width of an expert", SIZE]
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50304
     normalise_weights: Annotated[bool, "divide the weights of a token's experts by their sum"] = False
+    corrects_choice: Annotated[
+        bool, "routers add a correction to scores for the choice alone, which balance.bias_step moves"
+    ] = False  # type: ignore[assignment]
     clip_qkv: Annotated[
         float, "queries, keys and values are clamped to this; 0: they are not", Bounds(0, LARGEST_SIZE)
     ] = 0.0

@@ -4,6 +4,7 @@ experts for each token, whose outputs are added with the router's weights.
 Shapes: B samples, T positions, H hidden size, E experts, k of each token, F width of an expert, M = B T k rows.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,8 @@ class Router(nn.Module):
     """x `[B, T, H]` -> the experts of each token and their weights, `[B, T, k]`."""
 
     balance: Balance | None = None  # set before the first step
+    # Of what compares runs: is told logits, their choice and the correction, and returns the choice to go on with.
+    seen: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -67,6 +70,8 @@ class Router(nn.Module):
         if self.balance is not None and self.balance.correction is not None:
             correction = self.balance.correction
         experts = choose(logits, self.rule, correction)
+        if self.seen is not None:
+            experts = self.seen(logits, experts, correction)
         if self.balance is not None:
             logits = self.balance.watch(logits, experts)
         return Choice(experts, weigh(logits, experts, self.rule))

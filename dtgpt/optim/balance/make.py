@@ -1,0 +1,22 @@
+"""The balance of a run whose model has experts; what it computes with is imported for such a run alone."""
+
+from typing import TYPE_CHECKING, Any
+
+from dtgpt.config.execution import Settings
+from dtgpt.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dtgpt.optim.balance.state import Balances
+
+
+def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | None":
+    """Return what counts the loads of experts, and keeps them even where the recipe says so; None without experts."""
+    if not hasattr(settings.model, "num_experts"):
+        return None
+    from dtgpt.models.moe.config import ExpertsConfig
+    from dtgpt.optim.balance.config import BalanceConfig
+    from dtgpt.optim.balance.state import Balances
+
+    if not isinstance(settings.model, ExpertsConfig):
+        return None
+    return Balances(settings.model, settings.section(BalanceConfig), mesh)

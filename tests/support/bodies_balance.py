@@ -1,0 +1,37 @@
+"""What ranks do in tests of the balance of experts."""
+
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dtgpt.config.recipe import Recipe
+from dtgpt.optim.balance.state import Balances
+from dtgpt.train.setup import open_trainer
+
+
+class Steps(NamedTuple):
+    """What rank 0 saw: of each step its loss and figures; the gradients of the last one; the weights after it."""
+
+    losses: list[float]
+    figures: list[dict[str, float]]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def balance_of(trainer: Any) -> Balances:
+    return next(state for state in trainer.optimizer.states if isinstance(state, Balances))
+
+
+def balanced_steps(recipe: Recipe, held_out: bool = False) -> Steps:
+    """Take the steps of a recipe. held_out: evaluate after each."""
+    losses, figures, gradients = [], [], {}
+    with open_trainer(recipe) as trainer:
+        for _ in range(recipe.num_steps):
+            loss = trainer.gradients()
+            gradients = dict(trainer.shards.gather(trainer.gradient))
+            losses.append(trainer.mean_loss(trainer.update(loss)))
+            figures.append(balance_of(trainer).metrics())
+            if held_out:
+                trainer.held_out_loss()
+        return Steps(losses, figures, gradients, dict(trainer.shards.gather(attrgetter("local"))))
