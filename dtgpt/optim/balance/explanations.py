@@ -1,6 +1,6 @@
 """What to use in place of options by which others balance experts, and which would let the loss depend on the plan."""
 
-from dtgpt.util.seams import Explanations
+from dtgpt.util.shared.explanations import Explanations
 
 NO_CAPACITY = (
     "dtgpt never drops a token for lack of room, since which one is dropped would depend on the plan; leave "

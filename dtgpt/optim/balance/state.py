@@ -183,7 +183,7 @@ class Balances(StepState):
         self.ahead.zero_()
         self.looks = True
         for piece in batch.chunk(micro_batches):
-            engine.mean_loss(piece)
+            engine.evaluate(piece)
         self.looks = False
         self.mesh.all_reduce(self.ahead)
         loads = self.ahead.mean(0, keepdim=True) if self.config.layers == "together" else self.ahead
