@@ -65,6 +65,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.megatron",
             "dtgpt.data.prepare",
             "dtgpt.models.families",
+            "dtgpt.models.moe",
             "dtgpt.optim.fp16",
             "dtgpt.posttrain.lora",
             "dtgpt.train.init_from",

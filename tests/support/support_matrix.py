@@ -137,17 +137,17 @@ def table() -> str:
     of_families = cells(MODELS, [*others, *FEATURES, *plans])
     count = sum(len([*filter(None, row)]) for row in of_families.values())
     names = [words for words, _ in (*others, *FEATURES, *plans)]
-    refused = [
-        f"{family} with {words} {found}"
+    refused = {
+        family: [f"{words} {found}" for words, found in zip(names, row, strict=True) if found not in ("", "yes")]
         for family, row in of_families.items()
-        for words, found in zip(names, row, strict=True)
-        if found not in ("", "yes")
-    ]
+    }
+    alike = merged({family: found for family, found in refused.items() if found})
+    said = "; ".join(f"{families} with {', '.join(found)}" for families, found in alike.items())
     return (
         lines(under_plans, list(PLANS))
         + lines(together, [words for words, _ in others])
-        + f"Families ({', '.join(of_families)}) with each of these: {count} pairs, {len(refused)} refused"
-        + (f": {', '.join(refused)}.\n\n" if refused else ".\n\n")
+        + f"Families ({', '.join(of_families)}) with each of these: {count} pairs, "
+        + f"{sum(map(len, refused.values()))} refused{f': {said}' if said else ''}.\n\n"
         + "".join(f"{number}. `{message}`\n" for message, number in notes.items())
     )
 
