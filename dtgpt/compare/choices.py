@@ -171,12 +171,12 @@ def choices_of_ranks(mesh: Mesh, choices: Choices | None) -> dict[str, Any]:
 
 
 def loads_of(trainer: Trainer) -> dict[str, list[int]]:
-    """Return how many tokens of the last step chose each expert, by router; none where nothing counts them."""
+    """Return how many tokens of the last step chose each expert, by the block; none where nothing counts them."""
     found = next((state for state in trainer.optimizer.states if isinstance(state, Balances)), None)
     if found is None:
         return {}
     loads = found.last[:, : found.experts].long().tolist()
-    return {f"blocks.{block}.mlp.router": own for block, own in zip(found.blocks, loads, strict=True)}
+    return {str(block): own for block, own in zip(found.blocks, loads, strict=True)}
 
 
 def as_the_run(trainer: Trainer, choices: Choices | None, model: Decoder) -> None:

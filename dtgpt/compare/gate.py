@@ -74,6 +74,11 @@ class Reference:
             return max(readers, key=lambda module: (module.count("."), readers.index(module)))
         return parent(min((module for module, _, _ in labels), key=lambda module: module.count(".")))
 
+    def router_of(self, block: str) -> str:
+        """Return the router of a block, given by its index."""
+        label = f" {LOGITS} 0"
+        return next(n.removesuffix(label) for n in self.known_as if n.endswith(label) and n.split(".")[1] == block)
+
     def backward_place(self, parameter: str) -> float:
         """Return the place of a parameter's gradient among those of activations: after that of the module's output."""
         module = parameter.rpartition(".")[0]
@@ -247,10 +252,11 @@ class Judge:
     def loads(self, record: Record) -> Iterator[Finding]:
         """Yield where the loads of experts differ, which are whole numbers of equal choices."""
         for step, (ours, theirs) in enumerate(zip(record.loads, self.reference.record.loads, strict=False), 1):
-            for router in theirs:
-                if router in ours and ours[router] != theirs[router]:
-                    a, b = (torch.tensor(each[router]).double() for each in (ours, theirs))
-                    facts = {"kind": "state", "module": router, "tensor": "loads of experts", "step": step}
+            for block in theirs:
+                if block in ours and ours[block] != theirs[block]:
+                    a, b = (torch.tensor(each[block]).double() for each in (ours, theirs))
+                    facts = {"kind": "state", "tensor": "loads of experts", "step": step}
+                    facts["module"] = self.reference.router_of(block)
                     yield finding_of(distance(a, b) / max(norm(b), 1e-300), "fault", **facts)
 
     def update(self, record: Record) -> Iterator[Finding | None]:

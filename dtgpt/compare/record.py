@@ -73,7 +73,7 @@ class Record:
     held_out: float | None = None  # validation loss after the last step
     apart: list[Apart] = field(default_factory=list)  # weights and the optimizer's state, beside those of one process
     unrepeated: OwnFault | None = None  # where the reference does not repeat itself
-    loads: list[dict[str, list[int]]] = field(default_factory=list)  # of each step: choices of experts, by router
+    loads: list[dict[str, list[int]]] = field(default_factory=list)  # of each step: choices of experts, by block
     flips: list[Flip] = field(default_factory=list)  # choices of experts that are not those of the reference
     turned: int = 0  # how many there are
     chosen: int = 0  # tokens that chose, in each layer

@@ -58,7 +58,7 @@ def held(tmp_path_factory):
 def test_a_right_run_has_the_choices_and_loads_of_the_reference(recipe, held, plan):
     record, found = held(recipe, plan=plan)
     assert found.fault is None and record.turned == 0 and record.chosen == 8 * 16 * 3
-    assert sum(record.loads[0]["blocks.1.mlp.router"]) == 8 * 16 * 2
+    assert sum(record.loads[0]["1"]) == 8 * 16 * 2
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.balance.state import Balances
 from dtgpt.train.setup import open_trainer
@@ -29,9 +30,9 @@ def balanced_steps(recipe: Recipe, held_out: bool = False) -> Steps:
     with open_trainer(recipe) as trainer:
         for _ in range(recipe.num_steps):
             loss = trainer.gradients()
-            gradients = dict(trainer.shards.gather(trainer.gradient))
+            gradients = dict(gather_whole(trainer.shards, trainer.gradient))
             losses.append(trainer.mean_loss(trainer.update(loss)))
             figures.append(balance_of(trainer).metrics())
             if held_out:
                 trainer.held_out_loss()
-        return Steps(losses, figures, gradients, dict(trainer.shards.gather(attrgetter("local"))))
+        return Steps(losses, figures, gradients, dict(gather_whole(trainer.shards, attrgetter("local"))))

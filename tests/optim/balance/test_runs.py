@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.overrides import apply_overrides
+from dtgpt.config.overrides import explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.interop.hf.olmoe import Olmoe
 from dtgpt.models.batch import Batch
@@ -103,7 +103,7 @@ REFUSED = {
 def test_options_by_which_the_loss_would_depend_on_the_plan_are_refused(moe, name):
     words, sentence = REFUSED[name]
     with pytest.raises(UserError, match=sentence):
-        apply_overrides(moe, words).validate()
+        take(moe, read_words(words, moe, explain=explain_for("olmoe"))[1]).validate()
 
 
 @pytest.mark.parametrize(
