@@ -64,7 +64,7 @@ def test_a_tied_output_may_be_stored_too_or_alone(tmp_path, family, words):
 
 
 OWN = {**OURS, **OURS_WITH_EXPERTS}
-WITHOUT_WINDOWS = ["olmoe", "granitemoe"]  # in transformers
+WITHOUT_WINDOWS = ["olmoe", "granitemoe", "glm4_moe"]  # in transformers
 WINDOWS = [
     (family, window)
     for family in ("gpt_neo", "olmo3", "gemma3", "gpt_oss", *OURS_WITH_EXPERTS)
@@ -148,6 +148,8 @@ NOT_WRITTEN = [
     *((family, {"window": 5}, "model.window=5") for family in WITHOUT_WINDOWS),
     ("qwen3_moe", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
     ("gpt_oss_moe", {"activation": "silu"}, "model.activation=silu"),
+    ("glm4_moe", {"attention_bias": "all"}, "model.attention_bias=all"),
+    ("glm4_moe", {"shared_size": 25}, "model.shared_size=25"),
     ("mixtral", {"window": 5, "window_pattern": "LG"}, "model.window_pattern=LG"),
     ("qwen2_moe", {"attention_bias": "all"}, "model.attention_bias=all"),
     ("qwen3_moe", {"attention_bias": "qkv"}, "model.attention_bias=qkv"),
@@ -219,6 +221,12 @@ OTHERS = [
     ("granitemoe", {"attention_multiplier": "1"}, "attention_multiplier='1'"),
     ("granitemoe", {"num_local_experts": 2}, "model.experts_per_token=3 is more than model.num_experts=2"),
     ("granitemoe", {"attention_bias": 1}, "attention_bias=1"),
+    ("glm4_moe", {"n_group": 3}, "model.expert_groups=3 does not divide model.num_experts=8"),
+    ("glm4_moe", {"topk_group": 5}, "model.open_groups=5 is more than model.expert_groups=4"),
+    ("glm4_moe", {"topk_group": 1}, "model.open_groups=1 have 2 experts, fewer than model.experts_per_token=3"),
+    ("glm4_moe", {"partial_rotary_factor": 0.9}, "both partial_rotary_factor"),
+    ("glm4_moe", {"n_shared_experts": "1"}, "n_shared_experts='1'"),
+    ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor=0"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; in training that multiplies"),
     ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
     ("mixtral", {"num_experts_per_tok": 0}, "model.experts_per_token=0"),
@@ -257,6 +265,24 @@ def test_more_experts_than_the_file_has_are_one_sentence(tmp_path):
     refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [9, 48]")
     (tmp_path / "config.json").write_text(json.dumps(settings | {name: 7}))
     refused(lambda: HuggingFace(tmp_path), "layers.0.mlp.gate.weight of shape [8, 48]", "asks for [7, 48]")
+
+
+def test_the_block_of_further_tokens_is_left_out_and_a_correction_stays_in_fp32(tmp_path):
+    """Published GLM-4.5s have a block behind the last one, which transformers leaves out, too."""
+    twin = their_model("glm4_moe")
+    twin.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(3, 3)}, file, metadata={"format": "pt"})
+    source = HuggingFace(tmp_path / "theirs")
+    assert same_logits(filled(source), twin)
+    save_huggingface(source, tmp_path / "out", torch.bfloat16)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    corrections = {name for name in written if name.endswith("e_score_correction_bias")}
+    assert len(corrections) == 3 and all(torch.equal(written[name], tensors[name]) for name in corrections)
+    assert {written[name].dtype for name in written.keys() - corrections} == {torch.bfloat16}
+    save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(3, 3)}, file)
+    refused(lambda: HuggingFace(tmp_path / "theirs"), "layers.5.eh_proj.weight")
 
 
 SETTINGS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # multiples of 32

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.gemma3 import Gemma3Config
+from dtgpt.models.families.glm4_moe import Glm4MoeConfig
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.families.granitemoe import GraniteMoeConfig
@@ -31,6 +32,7 @@ YARN = {
     "attention_factor": 1.2,
 }  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+CORRECTION = "e_score_correction_bias"  # a buffer in transformers
 MODELS = {
     "gpt_neo": ("GPTNeo", "GPTNeo", {**SIZES, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
     "olmo3": ("Olmo3", "Olmo3", {**GROUPED, "sliding_window": 7,
@@ -43,6 +45,9 @@ MODELS = {
     "granitemoe": ("GraniteMoe", "GraniteMoe", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 3,
                                                 "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
                                                 "attention_multiplier": 0.2, "logits_scaling": 0.6}),
+    "glm4_moe": ("Glm4Moe", "Glm4Moe", {**GROUPED, "head_dim": 16, "moe_intermediate_size": 40, "n_routed_experts": 8,
+                                        "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+                                        "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True}),
     "mixtral": ("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2,
                                        "sliding_window": 7}),
     "qwen2_moe": ("Qwen2Moe", "Qwen2Moe", {**GROUPED, "moe_intermediate_size": 40, "num_experts": 8,
@@ -69,7 +74,11 @@ def their_config(family: str, **settings):
 
 def their_model(family: str, **settings):
     """Return a model of transformers whose parameters are all away from their initial values."""
-    return scatter(initial_model(family, seed=0, **settings))
+    model = scatter(initial_model(family, seed=0, **settings))
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTION):
+            buffer += 0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1))
+    return model
 
 
 def initial_model(family: str, seed: int, **settings):
@@ -127,7 +136,7 @@ def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
     twin.tie_weights()
 
 
-EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_moe")  # families of MODELS
+EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_moe", "glm4_moe")  # families of MODELS
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
 OURS: dict[str, ModelConfig] = {  # for plans
@@ -144,6 +153,17 @@ OURS_WITH_EXPERTS: dict[str, ModelConfig] = {
         **SPARSE | {"window": 0}, tied=False, attention_bias=True, logit_divisor=1.5, dropout=0.1
     ),
     "gpt_oss_moe": GptOssConfig(**SPARSE, rope_factor=4.0, rope_original_length=8, dropout=0.1),
+    "glm4_moe": Glm4MoeConfig(
+        **SPARSE | {"window": 0},
+        expert_size=24,
+        shared_size=24,
+        dense_blocks=2,
+        expert_groups=3,
+        open_groups=2,
+        rotated=0.75,
+        routed_factor=1.5,
+        dropout=0.1,
+    ),
     "mixtral": MixtralConfig(**SPARSE),
     "qwen2_moe": Qwen2MoeConfig(**SPARSE, expert_size=24, shared_size=40, window_pattern="GL", dropout=0.1),
     "qwen3_moe": Qwen3MoeConfig(**SPARSE, expert_size=24, expert_pattern="EDE", attention_bias="all", dropout=0.1),

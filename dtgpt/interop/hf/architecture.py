@@ -40,11 +40,20 @@ class Architecture:
     packed: ClassVar[Mapping[str, Sequence[str]]] = {}  # what a module of dtgpt's is there, before `names` are replaced
     transposed = False  # whether matrices lie [in, out]
     of_bytes: re.Pattern[str] | None = None  # names of tensors in which several values, or a scale, are bytes
+    in_fp32: re.Pattern[str] | None = None  # names of tensors that are written in fp32, whatever the others are in
     known: Sequence[str] = ()  # keys of config.json that it takes, and no other family does
 
     def of(self, settings: Mapping[str, Any]) -> "Architecture":
         """Return by what a folder with these settings is read: another one where its tensors lie otherwise."""
         return self
+
+    def ignored(self, config: ModelConfig) -> re.Pattern[str]:
+        """Return the names, without `prefix`, of what is left out of a folder of such a model."""
+        return self.buffers
+
+    def written_type(self, plain: str, dtype: torch.dtype) -> torch.dtype:
+        """Return in what a tensor is written where weights are written in `dtype`."""
+        return torch.float32 if self.in_fp32 is not None and self.in_fp32.fullmatch(plain) else dtype
 
     def is_of_bytes(self, plain: str) -> bool:
         """Return whether the tensor of this name has bytes."""

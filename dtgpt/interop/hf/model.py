@@ -31,6 +31,7 @@ from dtgpt.interop.foreign import (
 )
 from dtgpt.interop.hf.architecture import Architecture
 from dtgpt.interop.hf.gemma3 import Gemma3
+from dtgpt.interop.hf.glm4_moe import Glm4Moe
 from dtgpt.interop.hf.gpt2 import GPT_2
 from dtgpt.interop.hf.gpt_neo import GPTNeo
 from dtgpt.interop.hf.gpt_oss import GptOss
@@ -72,6 +73,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": Olmo3(),
     "olmoe": Olmoe(),
     "granitemoe": GraniteMoe(),
+    "glm4_moe": Glm4Moe(),
     "mixtral": Mixtral(),
     "qwen2_moe": Qwen2Moe(),
     "qwen3_moe": Qwen3Moe(),
@@ -120,7 +122,7 @@ class HuggingFace(Source):
                 "the adapter's files to another folder, which --adapter takes"
             )
         files = _files(folder)
-        self._names = plain_names(files, architecture.prefix, architecture.buffers, folder)
+        self._names = plain_names(files, architecture.prefix, architecture.ignored(self.config), folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
         ends = self.config.table_name, self.config.output_name
@@ -289,12 +291,15 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         for name in (piece.name for piece in shard):
             prefix = "" if name == config.output_name else architecture.prefix
             for plain, stored in _to_stored(source.read(name), name, config, architecture):
-                tensors[prefix + plain] = cast(stored, dtype, name)
+                tensors[prefix + plain] = cast(stored, architecture.written_type(plain, dtype), name)
         save_tensors(tensors, folder / file)
         where |= dict.fromkeys(tensors, file)
         del tensors  # before the next file's are read
     if len(shards) > 1:
-        size = sum(math.prod(shape) for _, shape in _stored_shapes(config, architecture)) * dtype.itemsize
+        size = sum(
+            math.prod(shape) * architecture.written_type(plain, dtype).itemsize
+            for plain, shape in _stored_shapes(config, architecture)
+        )
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
 
 

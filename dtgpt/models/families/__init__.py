@@ -7,6 +7,7 @@ CAPABILITY = Capability(
         "gpt_neo": "dtgpt.models.families.gpt_neo:GPTNeoConfig",
         "olmoe": "dtgpt.models.families.olmoe:OlmoeConfig",
         "granitemoe": "dtgpt.models.families.granitemoe:GraniteMoeConfig",
+        "glm4_moe": "dtgpt.models.families.glm4_moe:Glm4MoeConfig",
         "mixtral": "dtgpt.models.families.mixtral:MixtralConfig",
         "qwen2_moe": "dtgpt.models.families.qwen2_moe:Qwen2MoeConfig",
         "qwen3_moe": "dtgpt.models.families.qwen3_moe:Qwen3MoeConfig",

@@ -16,6 +16,7 @@ from dtgpt.interop.hf.model import HuggingFace
 from dtgpt.models.inventory import inventory
 from dtgpt.optim.muon import MuonConfig
 from tests.support.families import (
+    CORRECTION,
     EXPERTS,
     MODELS,
     OURS_WITH_EXPERTS,
@@ -41,6 +42,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def check_gradients(family, model, twin) -> None:
     ours = theirs_of(family, model.config, {name: p.grad for name, p in model.named_parameters()})
     theirs = {name: p.grad for name, p in twin.named_parameters()}
+    corrections = [name for name in ours if name.endswith(CORRECTION)]
+    assert not any(ours.pop(name).any() for name in corrections)
     assert ours.keys() == theirs.keys()
     used = {name for name in ours if ours[name].any() or theirs[name].any()}
     assert all(".router." in name for name in ours.keys() - used)  # of one expert
