@@ -124,6 +124,10 @@ class Inventory:
         """Return the parts of block `index`."""
         return self._blocks[self.examples[index]]
 
+    def has(self, role: Role) -> bool:
+        """Return whether a parameter of the model has this role."""
+        return any(role in found for found in self._roles.values())
+
     @cached_property
     def counts(self) -> dict[int, int]:
         """The number of blocks of each kind, by the index of the first."""

@@ -153,7 +153,7 @@ def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: boo
     if isinstance(blank, WindowConfig):
         sizes["window"] = draws.pick("window", (0, 1, 3, 5, 11))
         sizes["window_pattern"] = draws.pick("blocks with a window", ("L", "LG", "GL", "LLG"))
-    if isinstance(blank, ExpertsConfig):
+    if isinstance(blank, ExpertsConfig) and (careless or _takes(replace(blank, num_experts=2), plans)):
         sizes["num_experts"] = draws.between("experts", 1, 7)
         sizes["experts_per_token"] = draws.between("experts of a token", 1, min(4, sizes["num_experts"]))
     if isinstance(blank, OlmoeConfig):

@@ -6,7 +6,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import Precision
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import MATRICES, Role, patterns_of
+from dtgpt.models.roles import MATRICES, Role
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import device_name
 
@@ -53,7 +53,7 @@ def fp8_notes(
     """Return why fp8 is slow here, though right; nothing where it is fast."""
     from dtgpt.ops.fp8.product import STEP  # here, since a recipe in another precision reads this file's help
 
-    if patterns_of(Role.ROUTER, model.roles):
+    if inventory(model).has(Role.ROUTER):
         return ["precision=fp8 computes attention and shared MLPs with products of 8 bits, and experts in bf16"]
     slow = "is computed in 16 bits from 8-bit values, slower than bf16"
     if device_type == "cpu":

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.models.inventory import Parameter
-from dtgpt.models.roles import Role, patterns_of
+from dtgpt.models.inventory import Parameter, inventory
+from dtgpt.models.roles import Role
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
@@ -80,7 +80,7 @@ class LoraConfig(Section):
 
     def check_recipe(self, recipe: Any) -> None:
         super().check_recipe(recipe)
-        if self.rank and patterns_of(Role.ROUTER, recipe.model.roles):
+        if self.rank and inventory(recipe.model).has(Role.ROUTER):
             raise UserError(
                 f"lora.rank={self.rank}, but experts have no adapters yet; train all weights with --lora.rank 0"
             )
