@@ -319,7 +319,7 @@ def test_kernels_on_a_gpu(dtype, experts):
 
     def step() -> list[Tensor]:
         found = through(given)
-        # Detached: a graph that is kept holds nodes of leaves on the stream of the first step, which capture cannot use.
+        # Detached: a kept graph holds nodes of leaves on the stream of the first step, which a capture cannot use.
         return [found.detach(), *torch.autograd.grad(found, given.leaves(), there)]
 
     first, second = step(), step()
