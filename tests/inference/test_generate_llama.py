@@ -27,8 +27,7 @@ from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_engine as bodies
 from tests.support.engines import CPU, engine_of
-from tests.support.families import OURS
-from tests.support.llama_twins import twin_of
+from tests.support.families import OURS, twin_of
 from tests.support.ranks import pool
 from tests.support.requests import make_request
 from tests.support.runs import change, training
@@ -50,7 +49,7 @@ NEW = 20
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_transformers(family, tmp_path):
     """Six prompts share three slots, which are shorter than the model."""
-    twin = twin_of(build_model(FAMILIES[family], CPU, torch.float32, root_key(1)), family).eval()
+    twin = twin_of(build_model(FAMILIES[family], CPU, torch.float32, root_key(1)))
     twin.save_pretrained(tmp_path)
     model = dtgpt.load(tmp_path, device="cpu", slots=3, max_length=40)
     found = model.generate(PROMPTS, do_sample=False, max_new_tokens=NEW, ends=False)
