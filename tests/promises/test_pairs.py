@@ -44,7 +44,7 @@ OPTIMIZERS = {
     "muon": MuonConfig(**RATES),
     "normuon": NorMuonConfig(**RATES),
 }
-HALF, STEPS = 1, 3
+HALF, STEPS = 1, 2
 ROWS = 4 * 1000  # bytes of NorMuon's value for each row, of which no plan tells
 
 

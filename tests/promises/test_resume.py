@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import dtgpt.checkpoint.shard_file
-from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock, run_to_resume
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
@@ -60,42 +58,6 @@ def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe, 
     train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
     state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
     assert state["consumed_samples"] == 5 * 8 + 16
-
-
-def test_checkpoints_are_kept_as_told(recipe):
-    train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
-    names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]
-    assert names == ["step_00000006", "step_00000008", "step_00000010"]
-
-
-def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
-    write = dtgpt.checkpoint.shard_file.write_file
-
-    def sometimes_full(path, pieces, data):
-        if "step_00000006" in str(path) and "optimizer" in path.name:
-            raise OSError(28, "No space left on device")
-        return write(path, pieces, data)
-
-    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", sometimes_full)
-    assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
-    folder = newest_run(recipe) / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000003", "step_00000009", "step_00000010"]
-    assert (folder / "latest").read_text() == "step_00000010\n"
-    err = capsys.readouterr().err
-    assert "no checkpoint of step 6" in err and "No space left on device" in err and "training goes on" in err
-
-
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, begun, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    run = begun()
-    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", full)
-    with pytest.raises(
-        UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
-    ):
-        train(change(recipe, resume=str(run)))
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_00000005"]
 
 
 def test_a_run_belongs_to_one_process(recipe, begun):
