@@ -81,12 +81,13 @@ def reference(recipe: Recipe, moved: bool = False) -> Record:
     """The record of one process. moved: as of `record`."""
     key = recipe.model.num_layers, recipe.global_batch_size, recipe.micro_batch_size, recipe.precision, moved
     if key not in references:
-        references[key] = record(replace(recipe, plan="single"), STEPS, moved)
+        references[key] = record(replace(recipe, plan="single"), recipe.steps, moved)
     return references[key]
 
 
 def run(recipe: Recipe, plan: Plan) -> Record:
-    return pool().run(plan.world, record, replace(recipe, plan="under test", plans={"under test": plan}), STEPS)[0]
+    recipe = replace(recipe, plan="under test", plans={"under test": plan})
+    return pool().run(plan.world, record, recipe, recipe.steps)[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(rec
 def check_in_16_bits(recipe: Recipe, plan: Plan, precision: str, **changes) -> None:
     """Hold a plan to one process, and what comes after the first gradient to what rounding alone does."""
     scale = LossScaleConfig(initial=2.0**12)
-    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale, **changes)
+    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale, steps=3, **changes)
     found, expected, moved = run(recipe, plan), reference(recipe), reference(recipe, moved=True)
     assert found.dtype == expected.dtype == DTYPES[precision]
     assert problems(difference(found, expected), limits_of(found), [difference(moved, expected)]) == []
