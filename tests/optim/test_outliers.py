@@ -150,7 +150,7 @@ def alone(recipe, made: dict):
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize("plan", ["dp2_zero1", "tp2", "pp2"])
+@pytest.mark.parametrize("plan", ["dp2_zero1", "pp2"])  # tp2 goes on below
 def test_every_rank_of_every_plan_skips_the_outlier_alone(watched, one_process, plan):
     expected = alone(watched, one_process)
     skipped = [step for step, one in enumerate(expected) if one.unchanged]
