@@ -14,6 +14,7 @@ from dtgpt.train.loop import train
 from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
+from tests.support.trained import trained
 
 pytestmark = pytest.mark.slow(9)
 
@@ -24,18 +25,10 @@ def recipe(recipe):
     return change(recipe, model=shape, micro_batch_size=2, steps=4, log={"eval_interval": 4, "eval_samples": 7})
 
 
-@pytest.fixture(scope="module")
-def made() -> dict:
-    """The run folder of one process, made once."""
-    return {}
-
-
 @pytest.fixture
-def whole(recipe, made):
-    if not made:
-        train(replace(recipe, plan="single"))
-        made["run"] = newest_run(recipe)
-    return made["run"]
+def whole(recipe):
+    """The run folder of one process."""
+    return trained(replace(recipe, plan="single"))
 
 
 def world_of(plan: str) -> int:
