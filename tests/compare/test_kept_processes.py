@@ -43,7 +43,7 @@ def assert_same(found: Record, expected: Record) -> None:
     assert all(torch.equal(value, expected.tensors[name]) for name, value in found.tensors.items())
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(8)
 def test_runs_in_kept_processes_have_the_bits_of_those_in_new_ones(tmp_path):
     with Pool("cpu") as pool:
         first = kept(pool, tmp_path / "first", 1, "--device", "cpu", "--plan", "single")

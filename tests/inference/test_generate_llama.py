@@ -27,7 +27,7 @@ from tests.support.runs import change, training
 from tests.support.server import client, served
 from tests.support.whole_model import build_model
 
-pytestmark = pytest.mark.slow(10)
+pytestmark = pytest.mark.slow(6)
 
 LLAMA = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=48,

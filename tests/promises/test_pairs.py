@@ -28,7 +28,7 @@ from tests.support.other_optimizer import MomentumConfig
 from tests.support.ranks import pool
 from tests.support.windowed_blocks import WindowedConfig
 
-pytestmark = pytest.mark.slow(32)
+pytestmark = pytest.mark.slow(28)
 
 MODELS = OURS | {
     "gpt2": GPT2Config(**SHAPE, dropout=0.1),

@@ -16,7 +16,7 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.runs import change, losses, newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(7)
 
 
 def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):

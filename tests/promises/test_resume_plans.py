@@ -16,7 +16,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(6)
 
 
 @pytest.fixture

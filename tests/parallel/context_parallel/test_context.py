@@ -100,7 +100,7 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
 
 
-@pytest.mark.slow(14)
+@pytest.mark.slow(9)
 @pytest.mark.parametrize("plan, model, recompute, exchanges", [
     ("cp2", GPT2, "selective", 0),
     ("cp2", replace(LLAMA, num_kv_heads=1, qk_norm=True), "full", 9),

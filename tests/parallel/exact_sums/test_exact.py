@@ -69,7 +69,7 @@ BITS = [
 ]
 
 
-@pytest.mark.slow(13)
+@pytest.mark.slow(9)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
