@@ -50,7 +50,7 @@ QUICK_THOUGH_SLOW = {
     "test_all_ranks_skip_a_step_in_which_one_overflows[dp2_zero3]",
     *(
         f"test_logits_loss_and_every_gradient_agree_with_transformers[{family}]"
-        for family in ("gpt_neo", "olmo3", "gemma3", "gpt_oss", "olmoe")
+        for family in ("gpt2", "gpt2 far", "gpt_neo", "olmo3", "gemma3", "gpt_oss", "olmoe")
     ),
     "test_the_tables_of_what_can_be_combined_are_those_of_the_checks",
     # These alone find a planted fault.

@@ -23,7 +23,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_evaluation as bodies
-from tests.support.hugging_face import hugging_face_twin
+from tests.support.families import twin_of
 from tests.support.ranks import pool, several
 from tests.support.whole_model import build_model
 
@@ -106,7 +106,7 @@ class Oracle:
     """Log-probabilities by transformers in float64, one sample at a time."""
 
     def __init__(self, model):
-        self.twin = hugging_face_twin(model).double().eval()
+        self.twin = twin_of(model).double()
 
     @torch.no_grad()
     def score(self, ids: list[int], context: int):

@@ -10,7 +10,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of, scores_of
-from tests.support.hugging_face import hugging_face_twin
+from tests.support.families import twin_of
 from tests.support.requests import make_request
 from tests.support.whole_model import build_model
 
@@ -25,7 +25,7 @@ NEW = 14
 def models():
     """A model, and the same as transformers has it."""
     model = build_model(CONFIG, CPU, torch.float32, root_key(1))
-    return model, hugging_face_twin(model).eval()
+    return model, twin_of(model)
 
 
 def theirs(twin, prompt: list[int], **options):

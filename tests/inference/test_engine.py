@@ -27,8 +27,8 @@ SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": LENGT
 CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
 CONFIG = CONFIGS[GPT2Config]
 # The stages of `dtgpt.load` under other plans: test_inference.py. The last plan of each line is rare.
-INFERENCE = {"single": 1, "tp2_pp2": 4, "pp2_zbv": 2, "tp4": 4}
-TRAINING = {"tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2_sp_zero3": 4, "pp2_dp2_zero2": 4, "tp4_sp": 4}
+INFERENCE = {"single": 1, "tp2_pp2": 4, "tp4": 4}
+TRAINING = {"tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2_sp_zero3": 4, "tp4_sp": 4}
 GREEDY = Options(max_new_tokens=6, temperature=0, ends=False)
 FEW = 4  # tokens of texts under plans
 PROMPTS = [[5], [5, 90, 17], list(range(18)), [3, 4, 5, 6, 7, 8], [130]]

@@ -9,7 +9,9 @@ from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from tests.support.plays import PROMPT, Cancel, Outcome, Outcomes, Steps, Submit, play
 from tests.support.ranks import pool
 from tests.support.requests import make_request
@@ -17,6 +19,10 @@ from tests.support.requests import make_request
 pytestmark = pytest.mark.slow(6)
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=32, vocab_size=61, init_std=0.3)
+LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=32,
+    vocab_size=61, rope_theta=500000.0, rope_factor=8.0, rope_original_length=16, qk_norm=True, init_std=0.3,
+)  # fmt: skip
 SLOTS = 4
 SPECIAL = SpecialIds(ends=(60,), newline=10, double_newline=11, colon=12)
 TOLERANCE = 1e-4  # of log-probabilities, relative and absolute
@@ -63,11 +69,11 @@ def plays(draw) -> list[Submit | Cancel | Steps]:
     return actions
 
 
-def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
+def check(config: ModelConfig, outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
     """Compare with each request alone in a cache of its own."""
     submitted = [action.request for action in actions if isinstance(action, Submit)]
     for handle, request in enumerate(submitted):
-        alone = play(CONFIG, "single", request.rows, (CONFIG.seq_length, 8), [Submit(request)])
+        alone = play(config, "single", request.rows, (config.seq_length, 8), [Submit(request)])
         for (_, choice), wanted in alone.items():
             never_scored = Outcome(finish="cancelled")  # a prompt of which all choices were cancelled before
             found = outcomes.get((handle, choice), never_scored) if choice == PROMPT else outcomes[handle, choice]
@@ -85,7 +91,7 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
 @settings(max_examples=16, deadline=None)
 @given(plays(), sizes, batches)
 def test_in_company_as_alone(actions, sizes, batch_tokens):
-    check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
+    check(CONFIG, play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +103,4 @@ def test_in_company_as_alone(actions, sizes, batch_tokens):
 )  # fmt: skip
 @given(actions=plays(), sizes=sizes, batch_tokens=batches)
 def test_under_a_plan_as_alone(plan, world, actions, sizes, batch_tokens):
-    check(pool().run(world, play, CONFIG, plan, SLOTS, sizes, actions, batch_tokens)[0], actions)
+    check(LLAMA, pool().run(world, play, LLAMA, plan, SLOTS, sizes, actions, batch_tokens)[0], actions)

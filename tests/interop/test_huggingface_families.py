@@ -15,11 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from dtgpt.checkpoint.load import differing
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
 from dtgpt.interop.hf.mxfp4 import from_mxfp4
+from dtgpt.interop.inspect import model_digest
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
-from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
+from tests.interop.test_interop_huggingface import InMemory, edit_weights, same_logits, scatter
+from tests.interop.test_interop_huggingface import their_model as gpt2
 from tests.support.families import MODELS, OURS, OURS_WITH_EXPERTS, their_config, their_model
+from tests.support.huggingface_llamas import their_model as llama
 from tests.support.sources import check_parts, filled, refused
 from tests.support.whole_model import build_model
 
@@ -46,21 +49,40 @@ def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     assert not any(info.values()) and same_logits(ours, back.eval())
 
 
-@pytest.mark.parametrize(("family", "words"), [("gpt_neo", "its architecture has one table"), ("gemma3", "_word_embe")])
-def test_a_tied_output_may_be_stored_too_or_alone(tmp_path, family, words):
-    their_model(family).save_pretrained(tmp_path)
-    table = "transformer.wte.weight" if family == "gpt_neo" else "model.embed_tokens.weight"
-    file, expected = tmp_path / "model.safetensors", filled(HuggingFace(tmp_path)).state_dict()
-    tensors = load_file(file)
+OLD = {  # buffers that older versions stored
+    "gpt2": {"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.bool).tril(),
+             "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)},
+    "llama": {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(3)},
+}  # fmt: skip
+TIED = {
+    "gpt2": (gpt2, "transformer.", "wte", "tied"),
+    "llama": (llama, "model.", "embed_tokens", "tie_word_embeddings=true"),
+    "gpt_neo": (lambda: their_model("gpt_neo"), "transformer.", "wte", "its architecture has one table"),
+    "gemma3": (lambda: their_model("gemma3"), "model.", "embed_tokens", "_word_embe"),
+}  # fmt: skip
 
-    def written(output, left_out=()):
-        save_file({name: t for name, t in tensors.items() if name not in left_out} | {"lm_head.weight": output}, file)
-        return HuggingFace(tmp_path)
 
-    for left_out in ((), (table,)):
-        source = written(tensors[table].clone(), left_out)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in filled(source).state_dict().items())
-    refused(lambda: written(tensors[table] + 1), str(tmp_path), words)
+@pytest.mark.parametrize("way", ["plain names", "old buffers", "output too", "output alone", "another output"])
+@pytest.mark.parametrize("kind", TIED)
+def test_other_ways_to_write_the_same_model(tmp_path, kind, way):
+    """A tied output may be stored too, or alone, as long as it is the table."""
+    make, prefix, table, words = TIED[kind]
+    make().save_pretrained(tmp_path)
+    expected, name = model_digest(HuggingFace(tmp_path)), f"{prefix}{table}.weight"
+
+    def change(tensors):
+        if way == "plain names":
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if way == "old buffers":
+            return tensors | OLD.get(kind, {})
+        tensors["lm_head.weight"] = tensors[name] + (way == "another output")
+        return {own: tensor for own, tensor in tensors.items() if way != "output alone" or own != name}
+
+    edit_weights(tmp_path, change)
+    if way == "another output":
+        refused(lambda: HuggingFace(tmp_path), str(tmp_path), words)
+    else:
+        assert model_digest(HuggingFace(tmp_path)) == expected
 
 
 OWN = {**OURS, **OURS_WITH_EXPERTS}

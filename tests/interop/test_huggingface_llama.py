@@ -113,28 +113,6 @@ def test_a_part_of_a_packed_matrix_is_made_of_the_groups_that_it_touches():
         assert part.untyped_storage().nbytes() <= 4 * 15 * 32 * len(groups)
 
 
-def with_old_buffers(tensors):
-    return tensors | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(3)}
-
-
-def without_prefix(tensors):
-    return {name.removeprefix("model."): t for name, t in tensors.items()}
-
-
-def with_output(tensors):
-    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-
-
-def with_output_only(tensors):
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-
-
-@pytest.mark.parametrize("change", [with_old_buffers, without_prefix, with_output, with_output_only])
-def test_other_ways_to_write_the_same_model(folder, change):
-    expected = model_digest(HuggingFace(folder))
-    assert model_digest(HuggingFace(edit_weights(folder, change))) == expected
-
-
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -143,8 +121,7 @@ Q = "model.layers.1.self_attn.q_proj"
     (lambda t: {n: x for n, x in t.items() if n != f"{Q}.weight"}, ["q_proj.weight", "[48, 48]"]),
     (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"][:12]}, ["q_proj.weight", "[12, 48]", "[48, 48]"]),
     (lambda t: t | {"model.layers.0.mlp.gate.weight": torch.ones(2, 48)}, ["layers.0.mlp.gate.weight"]),
-    (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"].to(torch.int8)}, ["q_proj.weight", "I8"]),
-    (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1}, ["tie_word_embeddings=true", "lm_head"])
+    (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"].to(torch.int8)}, ["q_proj.weight", "I8"])
 ])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
     edit_weights(folder, change)

@@ -187,30 +187,6 @@ def test_shards_are_written_one_at_a_time(tmp_path, monkeypatch):
     assert same_logits(filled(HuggingFace(tmp_path / "gpt2")), theirs)
 
 
-def without_prefix(tensors):
-    return {name.removeprefix("transformer."): t for name, t in tensors.items()}
-
-
-def with_old_buffers(tensors):
-    mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
-    return tensors | {"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
-
-
-def with_output(tensors):
-    return tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
-
-
-def with_output_only(tensors):
-    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
-
-
-@pytest.mark.parametrize("change", [without_prefix, with_old_buffers, with_output, with_output_only])
-def test_other_ways_to_write_the_same_model(folder, change):
-    expected = {name: HuggingFace(folder).read(name) for name in parameter_shapes(HuggingFace(folder).config)}
-    source = HuggingFace(edit_weights(folder, change))
-    assert all(torch.equal(source.read(name), tensor) for name, tensor in expected.items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_and_written(tmp_path, dtype):
     theirs = their_model().to(dtype)
@@ -281,7 +257,6 @@ NAME = "transformer.h.1.mlp.c_fc.weight"
     (lambda t: t | {NAME: t[NAME].int()}, ["h.1.mlp.c_fc.weight", "I32"]),
     (lambda t: t | {"wte.weight": t["transformer.wte.weight"] + 1}, ["wte.weight", "twice"]),
     (lambda t: t | {"score.weight": torch.ones(2, 48)}, ["score.weight"]),
-    (lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}, ["lm_head.weight", "tied"]),
     (lambda t: t | {"lm_head.weight": torch.ones(2, 48)}, ["lm_head.weight", "tied"]),
     (lambda t: t | {"transformer.wte.weight": torch.ones(()), "lm_head.weight": torch.ones(())}, ["wte", "[]"]),
     (lambda t: t | {"transformer.wpe.weight": torch.ones(25, 48)}, ["wpe.weight", "[25, 48]", "[24, 48]"])

@@ -149,8 +149,8 @@ def alone(recipe, made: dict):
     return made["steps"]
 
 
-@pytest.mark.slow(8)
-@pytest.mark.parametrize("plan", ["dp2_zero1", "tp2", "pp2"])
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("plan", ["dp2_zero1", "pp2"])  # tp2 goes on below
 def test_every_rank_of_every_plan_skips_the_outlier_alone(watched, one_process, plan):
     expected = alone(watched, one_process)
     skipped = [step for step, one in enumerate(expected) if one.unchanged]

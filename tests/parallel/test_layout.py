@@ -50,9 +50,9 @@ PLANS = [
 ]  # fmt: skip
 STACK_PLANS = ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "dp2_tp2_sp_zero2", "cp2"]
 CURVES = [
-    *((plan, "adamw") for plan in ("dp2", "dp2_zero3", "tp2_sp", "pp2", "dp2_tp2_sp_zero2", "cp2")),
-    *((plan, "muon") for plan in ("dp2_zero3", "tp2_sp", "pp2")),
-    *((plan, "normuon") for plan in ("dp2_zero1", "tp2", "dp2_tp2_sp_zero2")),
+    *((plan, "adamw") for plan in ("dp2_zero3", "pp2", "dp2_tp2_sp_zero2", "cp2")),
+    *((plan, "muon") for plan in ("dp2_zero3", "tp2_sp")),
+    *((plan, "normuon") for plan in ("dp2_zero1", "tp2")),
 ]  # fmt: skip
 TABLES = {
     "replicated": {"blocks.*.mlp.fc": None, "blocks.*.mlp.proj": None},
@@ -180,7 +180,7 @@ def test_a_stack_has_the_curve_of_one_process(stack, alone, plan, kind):
 def test_stacks_go_from_plan_to_plan_bit_for_bit(stack, tmp_path):
     """Each reader holds the weights and moments that every plan wrote; parts are small, so that replicas share them."""
     recipe, folders = stack, []
-    for plan in ("single", "dp2_zero3", "tp2_sp", "dp2_tp2_sp_zero2"):
+    for plan in ("single", "dp2_zero3", "dp2_tp2_sp_zero2"):
         folders.append(tmp_path / plan)
         folders[-1].mkdir()
         run = replace(recipe, plan=plan)
@@ -212,12 +212,12 @@ def test_adapters_of_a_stack_have_the_curve_of_one_process(stack, tmp_path):
         lora=LoraConfig(rank=4, alpha=16.0),
         optimizer=OptimizerConfig(lr=1e-2, warmup=0, schedule="constant"),
     )
-    expected, whole = bodies_lora.train_and_save(recipe, tmp_path / "single", 3)
+    expected, whole = bodies_lora.train_and_save(recipe, tmp_path / "single", 2)
     assert whole["blocks.0.mlp.first.lora.a"].shape == (2, 4, 32) and whole["blocks.0.mlp.first.lora.b"].any()
     assert whole["blocks.0.mlp.second.lora.b"].shape == (2, 32, 4)
     for plan in ("dp2_zero3", "tp2_sp", "pp2", "cp2"):
         run, world = tmp_path / plan, parse_plan(plan).world
-        losses, weights = pool().run(world, bodies_lora.train_and_save, replace(recipe, plan=plan), run, 3)[0]
+        losses, weights = pool().run(world, bodies_lora.train_and_save, replace(recipe, plan=plan), run, 2)[0]
         assert losses == pytest.approx(expected, rel=1e-6), plan
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole[name], rtol=1e-3, atol=1e-5)

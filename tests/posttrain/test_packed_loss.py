@@ -20,7 +20,6 @@ from tests.support.families import OURS
 from tests.support.runs import change
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(2)
 
 LENGTHS = (5, 6, 6)  # of chats, which fill a sample of 16 + 1 tokens
 
@@ -50,6 +49,7 @@ def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family)
         torch.testing.assert_close(gradient, gradients_alone[name], rtol=0, atol=atol)
 
 
+@pytest.mark.slow(2)
 def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_path):
     """Of all weights, by torch's AdamW: the loss is the mean over the answers of a whole batch."""
     config = transformers.LlamaConfig(

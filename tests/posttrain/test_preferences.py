@@ -166,7 +166,7 @@ def dpo(recipe, prepared, base):
 PLANS = {
     1: {"single": 4},
     2: {"dp2_zero3": 1, "tp2_sp": 4, "pp2": 2, "cp2_zero3": 8},
-    4: {"cp4": 2, "cp2_tp2": 8, "dp2_cp2": 2},
+    4: {"cp2_tp2": 8, "dp2_cp2": 2},
 }
 GO_ON = {"single", "dp2_zero3", "dp2_cp2", "tp2"}
 

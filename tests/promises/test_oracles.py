@@ -15,14 +15,11 @@ from torch import Tensor
 
 from dtgpt.inference.rules.edits import penalize
 from dtgpt.models.binding import bind
-from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.llama import MLP, LlamaConfig
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.sampling.sample import kept
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
-from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss
 from dtgpt.posttrain.grpo.answers import Answer, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
@@ -129,55 +126,6 @@ def test_answers_weigh_as_the_formula_of_grpo_has_it(loss):
     batch = weighted_rows(answers, slice(None), GrpoConfig(group=3, max_new_tokens=new, loss=loss), length)
     assert (batch.loss_weights * nats).mean().item() == pytest.approx(wanted, rel=1e-6)
     assert batch.targets[1, 2:7].tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.1), ("ipo", 0.0)])
-def test_pairs_have_the_loss_and_the_gradient_of_the_formula(kind, smoothing):
-    """Of Rafailov et al. 2023 and Azar et al. 2023, by autograd through the log-probabilities."""
-    beta, length = 0.3, 9
-    nats = draw(2, length).abs().double().requires_grad_()
-    answers = torch.zeros(2, length, 4, dtype=torch.bool)
-    spans = {(0, 0): (0, 2), (0, 1): (3, 5), (0, 2): (5, 8), (0, 3): (8, 9), (1, 0): (1, 4), (1, 1): (4, 9)}
-    for (row, answer), (first, last) in spans.items():
-        answers[row, first:last, answer] = True
-    reference, there = draw(2, 4, seed=9).double(), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    terms = []
-    for row, pair in ((0, 0), (0, 1), (1, 0)):
-        chosen, rejected = (
-            -nats[row, slice(*spans[row, answer])].sum() - reference[row, answer] for answer in (2 * pair, 2 * pair + 1)
-        )
-        if kind == "ipo":
-            sizes = [spans[row, answer][1] - spans[row, answer][0] for answer in (2 * pair, 2 * pair + 1)]
-            terms.append((chosen / sizes[0] - rejected / sizes[1] - 1 / (2 * beta)) ** 2)
-        else:
-            z = beta * (chosen - rejected)
-            terms.append(-(1 - smoothing) * torch.log(1 / (1 + (-z).exp())) - smoothing * torch.log(1 / (1 + z.exp())))
-    right = torch.stack(terms).sum() / 4  # places for pairs, of which one is empty
-    (gradient,) = torch.autograd.grad(right, nats)
-    objective = PreferenceLoss(kind, beta, smoothing, torch.device("cpu"))
-    found, weights = objective(nats.detach(), Pairs(there, answers, reference))
-    assert found.item() == pytest.approx(right.item(), rel=1e-6)
-    torch.testing.assert_close(weights.double() / nats.numel(), gradient, rtol=1e-5, atol=1e-9)
-
-
-def test_packed_chats_have_the_loss_and_the_gradients_of_chats_alone(recipe):
-    lengths = (5, 6, 6)
-    tokens = torch.randint(256, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    marks = torch.tensor([BEGINS if i == 0 else COUNTS * (i > 2) for n in lengths for i in range(n)])
-    trainer = training(change(recipe, model={"dropout": 0.0}, global_batch_size=4))
-    (model,) = trainer.stages
-    batch = packed_batch(torch.stack([tokens, marks], -1)[None])
-    loss = model(*batch) * batch.loss_weights.numel() / batch.loss_weights.sum()
-    found = torch.autograd.grad(loss, list(unique_parameters(model).values()))
-    terms = []
-    for chat in tokens.split(lengths):
-        logits = model(chat[None, :-1])[0, 2:, :257]  # what predicts the tokens from the fourth on
-        terms.append(F.cross_entropy(logits, chat[3:], reduction="none"))
-    right = torch.cat(terms).mean()
-    assert loss.item() == pytest.approx(right.item(), rel=1e-6)
-    wanted = torch.autograd.grad(right, list(unique_parameters(model).values()))
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item() + 1e-9)
 
 
 def test_an_mlp_in_8_bits_has_the_activation_of_its_model():

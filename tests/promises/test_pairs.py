@@ -28,7 +28,7 @@ from tests.support.other_optimizer import MomentumConfig
 from tests.support.ranks import pool
 from tests.support.windowed_blocks import WindowedConfig
 
-pytestmark = pytest.mark.slow(32)
+pytestmark = pytest.mark.slow(28)
 
 MODELS = OURS | {
     "gpt2": GPT2Config(**SHAPE, dropout=0.1),
@@ -44,7 +44,7 @@ OPTIMIZERS = {
     "muon": MuonConfig(**RATES),
     "normuon": NorMuonConfig(**RATES),
 }
-HALF, STEPS = 1, 3
+HALF, STEPS = 1, 2
 ROWS = 4 * 1000  # bytes of NorMuon's value for each row, of which no plan tells
 
 

@@ -16,15 +16,14 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.train.loop import train
 from tests.support.ranks import pool
-from tests.support.runs import losses, record
+from tests.support.runs import record
 
-pytestmark = pytest.mark.slow(35)
+pytestmark = pytest.mark.slow(29)
 
 # fp32 sums in another order differ in the last of 24 bits, and steps of AdamW carry that on: 1e-6 is what is seen.
 TOLERANCE = 1e-5
-STEPS = 3
+STEPS = 2
 DATA = [f"dp{n}_zero{zero}" for n in (2, 4) for zero in (0, 1, 2, 3)]
 TENSOR = ["tp2", "tp4", "tp2_sp", "tp4_sp"]
 PIPELINE = [f"pp{n}_{schedule}" for n in (2, 4) for schedule in ("gpipe", "1f1b")]
@@ -82,12 +81,13 @@ def reference(recipe: Recipe, moved: bool = False) -> Record:
     """The record of one process. moved: as of `record`."""
     key = recipe.model.num_layers, recipe.global_batch_size, recipe.micro_batch_size, recipe.precision, moved
     if key not in references:
-        references[key] = record(replace(recipe, plan="single"), STEPS, moved)
+        references[key] = record(replace(recipe, plan="single"), recipe.steps, moved)
     return references[key]
 
 
 def run(recipe: Recipe, plan: Plan) -> Record:
-    return pool().run(plan.world, record, replace(recipe, plan="under test", plans={"under test": plan}), STEPS)[0]
+    recipe = replace(recipe, plan="under test", plans={"under test": plan})
+    return pool().run(plan.world, record, recipe, recipe.steps)[0]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(rec
 def check_in_16_bits(recipe: Recipe, plan: Plan, precision: str, **changes) -> None:
     """Hold a plan to one process, and what comes after the first gradient to what rounding alone does."""
     scale = LossScaleConfig(initial=2.0**12)
-    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale, **changes)
+    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale, steps=3, **changes)
     found, expected, moved = run(recipe, plan), reference(recipe), reference(recipe, moved=True)
     assert found.dtype == expected.dtype == DTYPES[precision]
     assert problems(difference(found, expected), limits_of(found), [difference(moved, expected)]) == []
@@ -160,21 +160,3 @@ def test_the_reference_moves(recipe):
     assert len(set(expected.losses)) == STEPS and expected.losses[-1] < expected.losses[0] - 0.05
     gradients = {name: t for name, t in expected.tensors.items() if name.startswith("first gradient/")}
     assert len(gradients) == 2 * 12 + 4 and all(t.norm() > 0 for t in gradients.values())
-
-
-def test_a_run_resumed_under_other_plans_equals_an_uninterrupted_one(recipe, tmp_path):
-    recipe = replace(recipe, steps=4, global_batch_size=8, optimizer=replace(recipe.optimizer, decay_steps=4))
-    train(replace(recipe, plan="single", runs=str(tmp_path / "whole")))
-    parts = tmp_path / "parts" / "test-001"
-    for step, plan in enumerate(("tp2_pp2", "single", "dp2_tp2_sp_zero3", "dp2"), start=1):
-        resume = str(parts) if step > 1 else None
-        under(plan, replace(recipe, steps=step, runs=str(tmp_path / "parts"), resume=resume))
-    whole, found = losses(tmp_path / "whole" / "test-001"), losses(parts)
-    assert list(found) == list(whole) == [1, 2, 3, 4]
-    assert found == pytest.approx(whole, rel=TOLERANCE)
-
-
-def under(plan: str, recipe: Recipe) -> None:
-    world = parse_plan(plan).world
-    recipe = replace(recipe, plan=plan)
-    assert (pool().run(world, train, recipe) if world > 1 else [train(recipe)]) == [0] * world

@@ -4,41 +4,19 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
-import dtgpt.checkpoint.shard_file
-from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock, run_to_resume
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import change_state
 from tests.support.runs import change, losses, newest_run
+from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(8)
-
-
-@pytest.fixture(scope="module")
-def made() -> dict[tuple, Path]:
-    """Runs that `begun` copies."""
-    return {}
-
-
-@pytest.fixture
-def begun(recipe, made, tmp_path_factory):
-    """Return a run of the recipe that ended after so many steps."""
-
-    def begin(steps: int = 5) -> Path:
-        key = steps, Path(recipe.data.path).read_text()
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("begun") / "test-001"
-            train(change(recipe, steps=steps, runs=str(made[key].parent)))
-        return Path(shutil.copytree(made[key], Path(recipe.runs) / "test-001"))
-
-    return begin
+pytestmark = pytest.mark.slow(7)
 
 
 def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
@@ -55,67 +33,31 @@ def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
         assert (half / file).read_bytes() == (whole / file).read_bytes()
 
 
-def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe, begun):
-    run = begun()
+def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
+    run = trained(recipe, steps=5)
     train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
     state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
     assert state["consumed_samples"] == 5 * 8 + 16
 
 
-def test_checkpoints_are_kept_as_told(recipe):
-    train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
-    names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]
-    assert names == ["step_00000006", "step_00000008", "step_00000010"]
-
-
-def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
-    write = dtgpt.checkpoint.shard_file.write_file
-
-    def sometimes_full(path, pieces, data):
-        if "step_00000006" in str(path) and "optimizer" in path.name:
-            raise OSError(28, "No space left on device")
-        return write(path, pieces, data)
-
-    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", sometimes_full)
-    assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
-    folder = newest_run(recipe) / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000003", "step_00000009", "step_00000010"]
-    assert (folder / "latest").read_text() == "step_00000010\n"
-    err = capsys.readouterr().err
-    assert "no checkpoint of step 6" in err and "No space left on device" in err and "training goes on" in err
-
-
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, begun, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    run = begun()
-    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", full)
-    with pytest.raises(
-        UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
-    ):
-        train(change(recipe, resume=str(run)))
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_00000005"]
-
-
-def test_a_run_belongs_to_one_process(recipe, begun):
-    run = begun()
+def test_a_run_belongs_to_one_process(recipe):
+    run = trained(recipe, steps=5)
     with RunLock() as lock, pytest.raises(UserError, match="being trained by another process"):
         lock.take(run)
         train(change(recipe, resume=str(run)))
     assert train(change(recipe, resume=str(run))) == 0
 
 
-def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, begun, monkeypatch):
-    run, access = begun(), os.access
+def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, monkeypatch):
+    run, access = trained(recipe, steps=5), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints" and access(path, mode))
     monkeypatch.setattr("dtgpt.train.setup.read_dataset", lambda recipe: pytest.fail("data were read"))
     with pytest.raises(UserError, match=r"/checkpoints cannot be written, where the run saves; make it writable"):
         train(change(recipe, resume=str(run)))
 
 
-def test_resume_auto_does_not_begin_again_where_the_disk_of_checkpoints_is_missing(recipe, begun, tmp_path):
-    run, elsewhere = begun(), tmp_path / "disk"
+def test_resume_auto_does_not_begin_again_where_the_disk_of_checkpoints_is_missing(recipe, tmp_path):
+    run, elsewhere = trained(recipe, steps=5), tmp_path / "disk"
     (run / "checkpoints").rename(elsewhere)
     (run / "checkpoints").symlink_to(elsewhere)
     elsewhere.rename(tmp_path / "unmounted")
@@ -187,9 +129,9 @@ def test_only_our_own_checkpoints_are_read_and_removed(recipe):
     "content",
     ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
 )
-def test_a_state_that_is_no_state_is_refused(recipe, begun, content):
+def test_a_state_that_is_no_state_is_refused(recipe, content):
     """Also where its digest is right."""
-    run = begun(2)
+    run = trained(recipe, steps=2)
     folder = run / "checkpoints" / "step_00000002"
     if content.startswith('{"'):
         change_state(folder, json.loads(content))
@@ -211,9 +153,11 @@ def halve(path: Path) -> None:
     ({}, "weights-00000-000.safetensors", ["weights-00000-000.safetensors is damaged", "bytes", "no other"]),
     ({}, "state.json", ["state.json is damaged", "JSON", "no other checkpoint is left"]),
 ])  # fmt: skip
-def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, begun, text, groups, damage, words):
-    text.write_text(text.read_text() + "éé" * 200)  # so that a BPE differs from bytes
-    run = begun()
+def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, groups, damage, words):
+    other = text.with_name("accents.txt")  # so that a BPE differs from bytes
+    other.write_text(text.read_text() + "éé" * 200)
+    recipe = change(recipe, data={"path": str(other)})
+    run = trained(recipe, steps=5)
     if damage:
         halve(run / "checkpoints" / "step_00000005" / damage)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
@@ -223,8 +167,8 @@ def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, begun,
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, begun, monkeypatch):
-    run = begun(2).resolve()
+def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkeypatch):
+    run = trained(recipe, steps=2).resolve()
     checkpoints, step = run / "checkpoints", run / "checkpoints" / "step_00000002"
     (checkpoints / "notes").mkdir()
 

@@ -106,8 +106,8 @@ def first_steps(recipe, count: int) -> tuple[list[float], int]:
         return values, exchanges.call_count
 
 
-def steps_in_shared_memory(folder: Path, recipe, count: int) -> tuple[tuple[list[float], int], ...]:
+def steps_in_shared_memory(folder: Path, recipe, count: int, also_apart: bool = True) -> list[tuple[list[float], int]]:
     """`first_steps` of ranks that share memory, in several turns of an exchange, and of ranks that do not."""
     with shared_files(folder), patch.object(all_to_all, "ROOM", 1 << 10):
         shared = first_steps(recipe, count)
-    return shared, first_steps(recipe, count)
+    return [shared, first_steps(recipe, count)] if also_apart else [shared]

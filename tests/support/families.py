@@ -1,14 +1,17 @@
 """Small models of transformers by family, and names of parameters there. Used by tests only."""
 
 import re
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from dtgpt.interop.hf.model import ARCHITECTURES
+from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
 from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.families.glm4_moe import Glm4MoeConfig
 from dtgpt.models.families.gpt_neo import GPTNeoConfig
@@ -20,7 +23,7 @@ from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.families.qwen2_moe import Qwen2MoeConfig
 from dtgpt.models.families.qwen3_moe import Qwen3MoeConfig
 from dtgpt.models.llama import LlamaConfig
-from tests.interop.test_interop_huggingface import scatter
+from tests.interop.test_interop_huggingface import InMemory, scatter
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": None,
@@ -89,9 +92,9 @@ def initial_model(family: str, seed: int, **settings):
     return getattr(transformers, f"{MODELS[family][1]}ForCausalLM")(config)
 
 
-def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights, or gradients, by dtgpt's names under those of transformers."""
-    architecture, out = ARCHITECTURES[their_config(family).model_type], {}
+def theirs_of(twin: nn.Module, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights, or gradients, by dtgpt's names under those of a model of transformers."""
+    architecture, out = ARCHITECTURES[twin.config.model_type], {}
     for name, tensor in tensors.items():
         whole = tensor[: config.vocab_size] if name in (config.table_name, config.output_name) else tensor
         prefix = "" if name == config.output_name else architecture.prefix
@@ -128,12 +131,11 @@ def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
-    """Give a model of transformers the weights of dtgpt's."""
-    weights = theirs_of(family, model.config, {name: p.detach() for name, p in model.named_parameters()})
-    missing, unexpected = twin.load_state_dict(weights, strict=False)
-    assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
-    twin.tie_weights()
+def twin_of(model: Decoder) -> nn.Module:
+    """Return transformers' model of the same weights, without dropout."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_huggingface(InMemory(model), Path(folder) / "twin")
+        return transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "twin", attn_implementation="eager")
 
 
 EXPERTS = ("olmoe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_moe", "glm4_moe")  # families of MODELS

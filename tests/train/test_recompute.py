@@ -11,6 +11,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
 from dtgpt.models.layers import AttentionCore
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
 from dtgpt.ops.kernels.attention import flash
 from dtgpt.train.setup import open_trainer
@@ -38,17 +39,22 @@ def check_same(expected: Record, *others: Record) -> None:
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
 
 
+LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12, ffn_hidden_size=44, seq_length=16,
+    vocab_size=257, dropout=0.1, qk_norm=True,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "plan, precision",
+    "plan, precision, model",
     [
-        ("single", "fp32"), ("dp2_zero3", "bf16"), ("pp2_zbv", "bf16"),
-        pytest.param("tp2_sp", "fp32", marks=pytest.mark.long),
+        ("single", "fp32", {}), ("dp2_zero3", "bf16", {}), ("pp2_zbv", "bf16", {"num_layers": 4}),
+        ("single", "bf16", LLAMA), *(pytest.param("tp2_sp", "fp32", of, marks=pytest.mark.long) for of in ({}, LLAMA)),
     ],
 )  # fmt: skip
-def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precision):
+def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precision, model):
     """Also where backward is parted in two, and where weights are gathered for it."""
-    layers = 4 if plan == "pp2_zbv" else 2
-    recipe = small(recipe, precision=precision, model={"num_layers": layers})
+    recipe = small(recipe, precision=precision, model=model)
     check_same(*run(plan, *(replace(recipe, recompute=again) for again in ("none", "selective", "full"))))
 
 

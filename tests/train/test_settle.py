@@ -14,6 +14,7 @@ from dtgpt.cli import main
 from dtgpt.config.plan import Plan
 from dtgpt.data.open import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.differences.texts import changes_since
 from dtgpt.run.folder import values_of
@@ -346,3 +347,21 @@ def test_a_run_begins_with_the_weights_of_another_optimizers_run(recipe):
     other = replace(recipe, optimizer=MomentumConfig(lr=0.3, warmup=2), steps=1)
     train(other)
     assert train(replace(recipe, steps=1, init_from=str(newest_run(other)))) == 0
+
+
+def test_a_run_begins_with_another_of_any_length_but_of_no_other_architecture(recipe, tmp_path):
+    model = LlamaConfig(
+        num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12, ffn_hidden_size=44, seq_length=16,
+        vocab_size=257, qk_norm=True,
+    )  # fmt: skip
+    llama = change(recipe, model=model, steps=1, log={"sample_tokens": 0})
+    train(llama)
+    run = newest_run(llama)
+    words = ["--init_from", str(run), "--model.seq_length", "40", "--runs", str(tmp_path / "longer")]
+    longer = settle(change(llama, model={"num_kv_heads": 2, "qk_norm": False}), words)
+    assert longer.model == replace(llama.model, seq_length=40)
+    assert train(longer) == 0
+    with pytest.raises(UserError, match="holds a llama, and the recipe's model is a gpt2; give another"):
+        settle(recipe, ["--init_from", str(run)])
+    with pytest.raises(UserError, match="holds a llama, and the recipe's model is a gpt2; give another"):
+        train(replace(recipe, resume=str(run)))

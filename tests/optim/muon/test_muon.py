@@ -8,8 +8,6 @@ import torch
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.inventory import inventory
-from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.matrices import owners_of
 from dtgpt.optim.muon.normuon import EPS, NorMuonConfig
@@ -21,10 +19,6 @@ from tests.support.bodies_muon import sent_by_muon
 from tests.support.ranks import pool
 from tests.support.runs import newest_run
 
-LLAMA = LlamaConfig(
-    num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=32,
-    vocab_size=300, dropout=0.1,
-)  # fmt: skip
 MUON = MuonConfig(lr=5e-3, warmup=2, embedding_lr=3e-3, head_lr=2e-3, vector_lr=1e-3)
 NORMUON = NorMuonConfig(lr=5e-3, warmup=2, embedding_lr=3e-3, head_lr=2e-3, vector_lr=1e-3)
 STEPS = 6
@@ -63,15 +57,7 @@ def test_fifty_steps_are_those_of_torch(recipe, monkeypatch, nesterov, adjust_lr
 
 
 def test_packed_matrices_are_orthogonalised_apart(recipe):
-    """q, k and v of GPT-2, each of all heads; gate and up of LLaMA; each head by itself where that is asked for."""
-    named = {p.name: p for p in inventory(LLAMA).parameters()}
-    qkv, gate_up = named["blocks.0.attn.qkv.weight"], named["blocks.0.mlp.gate_up.weight"]
-    q, k, v = ([row for part in rows for row in part] for rows in LLAMA.pieces(qkv))
-    assert q == [*range(16), *range(32, 48)]
-    assert (k, v) == ([*range(16, 24), *range(48, 56)], [*range(24, 32), *range(56, 64)])
-    assert LLAMA.pieces(gate_up) == [(range(0, 96, 2),), (range(1, 96, 2),)]
-    assert LLAMA.pieces(qkv, per_head=True) == [(range(i, i + 8),) for i in range(0, 64, 8)]
-    assert LLAMA.pieces(named["blocks.0.attn.proj.weight"], per_head=True) == [(range(32),)]
+    """q, k and v of GPT-2, each of all heads, or each head by itself. LLaMA's: tests/promises/test_oracles.py."""
     model = recipe.model
     for per_head, pieces in ((False, 3), (True, 3 * model.num_heads)):
         with open_trainer(replace(recipe, optimizer=replace(MUON, per_head=per_head))) as trainer:

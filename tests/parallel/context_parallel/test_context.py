@@ -100,12 +100,11 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
 
 
-@pytest.mark.slow(14)
+@pytest.mark.slow(9)
 @pytest.mark.parametrize("plan, model, recompute, exchanges", [
-    ("cp2", GPT2, "selective", 4),
+    ("cp2", GPT2, "selective", 0),
     ("cp2", replace(LLAMA, num_kv_heads=1, qk_norm=True), "full", 9),
     ("cp2_tp2_sp", replace(LLAMA, qk_norm=True), "none", 4),
-    ("cp2_tp2_sp", replace(LLAMA, num_kv_heads=2, qk_norm=True), "full", 9),
     # It takes half a minute to trace how masks are drawn.
     pytest.param("cp2", replace(GPT2, dropout=0.1), "none", 4, marks=pytest.mark.long),
     pytest.param("cp2_tp2_sp", replace(LLAMA, dropout=0.1, num_kv_heads=2), "selective", 6, marks=pytest.mark.long),
@@ -113,7 +112,7 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
 def test_compiled_blocks_follow_one_process_and_send_as_many_messages(
     recipe, documents, tmp_path, plan, model, recompute, exchanges
 ):
-    """Under document bounds, and without a message in memory that the ranks of GPT-2 share. exchanges: of a block and
+    """Under document bounds. The ranks of GPT-2 share memory, in which they send no message. exchanges: of a block and
     a micro-batch, forward and backward."""
     masks = {"reset_attention_mask": True, "reset_position_ids": True, "path": str(documents)}
     recipe = change(recipe, model=replace(model, num_layers=1), recompute=recompute, data=masks)
@@ -122,13 +121,12 @@ def test_compiled_blocks_follow_one_process_and_send_as_many_messages(
     assert abs(across[0] - expected[0]) > 1e-4 * expected[0]  # the text shows whether documents are kept apart
     recipe = replace(recipe, plan=plan, compile="on")
     if model == GPT2:
-        ranks = pool().run(2, steps_in_shared_memory, tmp_path, recipe, 1)
+        ranks = [found for (found,) in pool().run(2, steps_in_shared_memory, tmp_path, recipe, 1, False)]
     else:
-        ranks = [[found] for found in pool().run(parse_plan(plan).world, first_steps, recipe, 1)]
-    for *shared, (found, count) in ranks:
+        ranks = pool().run(parse_plan(plan).world, first_steps, recipe, 1)
+    for found, count in ranks:
         assert found == pytest.approx(expected, rel=1e-5)
         assert count == 2 * exchanges  # of two micro-batches
-        assert shared in ([], [(found, 0)])
 
 
 @pytest.mark.slow(7)

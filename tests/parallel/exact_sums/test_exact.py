@@ -33,9 +33,9 @@ LLAMA = LlamaConfig(
 
 @pytest.fixture
 def exact(recipe):
-    """A recipe of 6 micro-batches, and of one step, after which the held-out loss is that of the new weights."""
+    """A recipe of 4 micro-batches, and of one step, after which the held-out loss is that of the new weights."""
     return replace(
-        recipe, model=GPT2, micro_batch_size=2, global_batch_size=12, reduce="exact", precision="fp32", steps=1
+        recipe, model=GPT2, micro_batch_size=2, global_batch_size=8, reduce="exact", precision="fp32", steps=1
     )
 
 
@@ -45,31 +45,31 @@ def bits(recipe, plan: str) -> dict[str, str]:
 
 BITS = [
     ("single", ["dp2", "dp2_pp2_interleaved_zero3"], {"model": replace(GPT2, num_layers=4)}),
-    ("single", ["dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16", "steps": 2}),
+    ("single", ["dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16", "steps": 2, "global_batch_size": 12}),
     ("single", ["pp4_gpipe"], {"precision": "bf16", "model": replace(LLAMA, num_layers=4)}),
     (
         "single",
         ["dp2_zero1", "dp2_pp2"],
-        {"precision": "fp16", "micro_batch_size": 3, "loss_scale": OVERFLOWS, "steps": 2},
+        {"precision": "fp16", "loss_scale": OVERFLOWS, "steps": 2},
     ),
-    ("tp2_sp", ["dp2_tp2_sp_zero3"], {"model": replace(GPT2, num_layers=1), "micro_batch_size": 6}),
+    ("tp2_sp", ["dp2_tp2_sp_zero3"], {"model": replace(GPT2, num_layers=1), "micro_batch_size": 4}),
     ("single", ["dp2_zero1", "dp2_pp2_zero3"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "steps": 2}),
     ("single", ["dp2_zero3"], {"model": replace(OURS["gpt_oss"], num_layers=2)}),
     ("single", ["pp2"], {"precision": "bf16", "model": replace(OURS["gemma3"], num_layers=3)}),
-    ("single", ["dp3_zero3"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
+    ("single", ["dp3_zero3"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16", "global_batch_size": 6}),
     ("cp2", ["dp2_cp2_zero3"], {"steps": 2}),
     ("cp2", ["dp2_cp2"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "precision": "bf16"}),
     ("cp4", ["cp4_zero2"], {"model": LLAMA}),  # two ranks have the same heads
     # One micro-batch on each rank, whose sums are rounded as they are made.
-    ("single", ["dp2", "dp2_zero3"], {"micro_batch_size": 6}),
-    ("single", ["dp3", "dp3_zero2"], {"micro_batch_size": 4, "precision": "bf16", "model": LLAMA}),
-    ("single", ["dp2_zero3"], {"micro_batch_size": 6, "precision": "fp16", "loss_scale": OVERFLOWS, "steps": 2}),
-    ("single", ["pp2_gpipe"], {"micro_batch_size": 12, "precision": "bf16"}),
-    ("cp2", ["dp2_cp2"], {"micro_batch_size": 6, "precision": "bf16"}),
+    ("single", ["dp2", "dp2_zero3"], {"micro_batch_size": 4}),
+    ("single", ["dp3", "dp3_zero2"], {"global_batch_size": 6, "precision": "bf16", "model": LLAMA}),
+    ("single", ["dp2_zero3"], {"micro_batch_size": 4, "precision": "fp16", "loss_scale": OVERFLOWS, "steps": 2}),
+    ("single", ["pp2_gpipe"], {"micro_batch_size": 8, "precision": "bf16"}),
+    ("cp2", ["dp2_cp2"], {"micro_batch_size": 4, "precision": "bf16"}),
 ]
 
 
-@pytest.mark.slow(13)
+@pytest.mark.slow(9)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
@@ -80,7 +80,7 @@ def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
         assert [name for name in expected if found[name] != expected[name]] == [], plan
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 6])
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
 def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact, micro_batch_size):
     run = functools.partial(pool().run, 2, norm_with_a_large_gradient)
     for plan in ("dp2", "dp2_zero3"):
