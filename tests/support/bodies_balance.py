@@ -12,10 +12,12 @@ from dtgpt.train.setup import open_trainer
 
 
 class Steps(NamedTuple):
-    """What rank 0 saw: of each step its loss and figures; the gradients of the last one; the weights after it."""
+    """What rank 0 saw: of each step its loss, figures and loads by layer; the gradients of the last one; the weights
+    after it."""
 
     losses: list[float]
     figures: list[dict[str, float]]
+    loads: list[list[list[float]]]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
 
@@ -26,13 +28,14 @@ def balance_of(trainer: Any) -> Balances:
 
 def balanced_steps(recipe: Recipe, held_out: bool = False) -> Steps:
     """Take the steps of a recipe. held_out: evaluate after each."""
-    losses, figures, gradients = [], [], {}
+    losses, figures, loads, gradients = [], [], [], {}
     with open_trainer(recipe) as trainer:
         for _ in range(recipe.num_steps):
             loss = trainer.gradients()
             gradients = dict(gather_whole(trainer.shards, trainer.gradient))
             losses.append(trainer.mean_loss(trainer.update(loss)))
             figures.append(balance_of(trainer).metrics())
+            loads.append(balance_of(trainer).last[:, : balance_of(trainer).experts].tolist())
             if held_out:
                 trainer.held_out_loss()
-        return Steps(losses, figures, gradients, dict(gather_whole(trainer.shards, attrgetter("local"))))
+        return Steps(losses, figures, loads, gradients, dict(gather_whole(trainer.shards, attrgetter("local"))))

@@ -168,6 +168,7 @@ def test_a_sigmoid_router_gains_nothing_by_lower_scores():
 
 def check_same(found: Steps, whole: Steps, exact: bool = False) -> None:
     assert found.losses == pytest.approx(whole.losses, rel=0 if exact else 1e-6)
+    assert found.loads == whole.loads
     for ours, theirs in zip(found.figures, whole.figures, strict=True):
         assert ours == (theirs if exact else pytest.approx(theirs, rel=2e-6))
     for kind in ("gradients", "weights"):
