@@ -17,7 +17,7 @@ from dtgpt.ops.experts.routing import Routing, choose
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import counted_tokens, probabilities
 from tests.support.bodies_balance import Steps, balance_of, balanced_steps
-from tests.support.families import copy_weights, their_config, theirs_of
+from tests.support.families import their_config, theirs_of
 from tests.support.ranks import pool
 from tests.support.runs import training
 
@@ -57,7 +57,8 @@ def test_loss_and_gradients_with_the_auxiliary_loss_are_those_of_transformers(mo
     import transformers
 
     twin = transformers.OlmoeForCausalLM(own)
-    copy_weights("olmoe", trainer.stages[0], twin)
+    weights = {name: parameter.detach() for name, parameter in trainer.stages[0].named_parameters()}
+    twin.load_state_dict(theirs_of(twin, model, weights))
     tokens, _, _ = trainer.objective.batches.take(0)
     loss = trainer.gradients()
     gradients = {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
@@ -67,7 +68,7 @@ def test_loss_and_gradients_with_the_auxiliary_loss_are_those_of_transformers(mo
     (their_loss + 0.3 * made.aux_loss).backward()
     assert mean == pytest.approx(their_loss.item(), rel=1e-5)
     assert balance_of(trainer).metrics()["balance_loss"] == pytest.approx(made.aux_loss.item(), rel=1e-5)
-    ours, theirs = theirs_of("olmoe", model, gradients), {name: p.grad for name, p in twin.named_parameters()}
+    ours, theirs = theirs_of(twin, model, gradients), {name: p.grad for name, p in twin.named_parameters()}
     errors = {name: relative_error(ours[name], grad) for name, grad in theirs.items()}
     assert ours.keys() == theirs.keys() and max(errors.values()) < 1e-5, max(errors.items(), key=lambda each: each[1])
     plain = training(replace(moe, model=model, balance=BalanceConfig(), micro_batch_size=micro_batch_size))
