@@ -190,7 +190,7 @@ FAULTS = [
     Fault(
         "AdamW: biases and norms decay",
         "dtgpt/config/sections.py",
-        "decay=shard.local.dim() > 1)",
+        "decay=shard.dimensions > 1)",
         "decay=True)",
     ),
     Fault(
@@ -267,9 +267,9 @@ FAULTS = [
     ),
     Fault(
         "cp: documents are not kept apart",
-        "dtgpt/models/batch.py",
-        "            by_token=own(self.by_token),",
-        "            by_token=own(self.by_token),\n            document_bounds=None,",
+        "dtgpt/parallel/context_parallel/batches.py",
+        "        by_token=own(batch.by_token),",
+        "        by_token=own(batch.by_token),\n        document_bounds=None,",
     ),
     Fault(
         "cp: a rank whose tokens are all masked divides by its own weights",

@@ -205,7 +205,7 @@ LOCATED = [
         Fault(
             "weight decay of biases and norms",
             "dtgpt/config/sections.py",
-            "decay=shard.local.dim() > 1)",
+            "decay=shard.dimensions > 1)",
             "decay=True)",
         ),
         CODE,
@@ -274,9 +274,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: positions begin at 0 in each slice",
-            "dtgpt/models/batch.py",
+            "dtgpt/parallel/context_parallel/batches.py",
             "positions=own(positions),",
-            "positions=own(self.positions),",
+            "positions=own(batch.positions),",
         ),
         "--plans cp2",
         "embedding.wpe",

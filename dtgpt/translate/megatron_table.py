@@ -12,7 +12,7 @@ TO_GPT_OSS = other(
 TO_GPT2 = other("it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py")
 NOT_HERE = "no model here has it; it is not available"
 ATTENTION = "attention has plain or grouped queries, and windows where wanted; other kinds are not available"
-DENSE = "models are always dense; experts are not available"
+EXPERTS = "options of experts are not translated; see docs/moe.md for dtgpt's, and recipes/moe_tiny.py"
 ALIKE = "blocks are always transformer blocks, all alike"
 FP8 = "--precision fp8, whose scales always follow from the largest values of the last 16 steps"
 TENSORBOARD = (
@@ -112,14 +112,14 @@ OPTIONS = {
         "softmax-type T, apply-residual-connection-post-layernorm, attention-output-gate": other(NOT_HERE),
         "qk-clip*": no("weights are changed by the optimizer alone"),
         "multi-latent-attention, experimental-attention-variant NAME": other(ATTENTION),
-        "num-experts N": other(DENSE),
+        "num-experts N": other(EXPERTS),
         "is-hybrid-model, hybrid-layer-pattern P, hybrid-override-pattern P, hybrid-attention-ratio X, "
         "hybrid-mlp-ratio X, enable-mhc-connections, heterogeneous-layers-*": other(ALIKE),
         "mtp-*, relative-attention-*, mrope-section N": no(NOT_HERE),
         "dsa-*, no-dsa-*, q-lora-rank N, kv-lora-rank N, qk-head-dim N, qk-pos-emb-head-dim N, v-head-dim N, mscale*, "
         "cache-mla-latents, mla-*": no(ATTENTION),
         "moe-*, no-moe-*, expert-*, overlap-moe-*, overlap-dispatch-*, ep-overlap-*, high-priority-a2a-*, "
-        "use-grouped-gemm-*, use-fused-weighted-squared-relu": no(DENSE),
+        "use-grouped-gemm-*, use-fused-weighted-squared-relu": no(EXPERTS),
         "mamba-*, disable-mamba-*, gdp-*, linear-*, mhc-*": no(ALIKE),
     },
     "Batch and length": {
