@@ -71,7 +71,9 @@ def known_commands() -> tuple[Callable[..., Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has in place of a tensor, or of the results of a call."""
+    """Return what JSON has in place of a tensor, of a range, or of the results of a call."""
+    if isinstance(value, range):
+        return list(value)
     return value.tolist() if isinstance(value, Tensor) else vars(value)
 
 

@@ -68,7 +68,7 @@ def test_what_is_missing_is_what_transformers_takes(tmp_path, name, null):
 
 
 OTHER_MODELS = [
-    ("llama", {"model_type": "mixtral"}, "mixtral"), ("llama", {"model_type": "qwen3_moe"}, "qwen3_moe"),
+    ("llama", {"model_type": "phimoe"}, "phimoe"), ("llama", {"model_type": "deepseek_v3"}, "deepseek_v3"),
     ("mistral", {"attention_bias": True}, "attention_bias=true"), ("llama", {"mlp_bias": True}, "mlp_bias=true"),
     ("llama", {"attention_bias": "qkv"}, "attention_bias='qkv'"), ("llama", {"hidden_act": "relu"}, "_act='relu'"),
     ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),

@@ -60,7 +60,10 @@ class BalanceConfig(Section):
         return self.loss > 0 and self.over == "batch"
 
     def check_recipe(self, recipe: Any) -> None:
-        given = next(n for n in ("bias_step", "loss", "z_loss", "over", "layers") if getattr(self, n) != DEFAULTS[n])
+        names = ("bias_step", "loss", "z_loss", "over", "layers")
+        given = next((name for name in names if getattr(self, name) != DEFAULTS[name]), None)
+        if given is None:  # a recipe without the list of capabilities does not know that this is as it was
+            return
         value = f"balance.{given}={getattr(self, given)}"
         if not isinstance(recipe.model, ExpertsConfig):
             raise UserError(

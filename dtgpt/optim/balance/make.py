@@ -17,6 +17,7 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
     from dtgpt.optim.balance.config import BalanceConfig
     from dtgpt.optim.balance.state import Balances
 
-    if not isinstance(settings.model, ExpertsConfig):
+    model = settings.model
+    if not isinstance(model, ExpertsConfig) or not any(map(model.has_experts, range(model.num_layers))):
         return None
-    return Balances(settings.model, settings.section(BalanceConfig), mesh)
+    return Balances(model, settings.section(BalanceConfig), mesh)
