@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "sft_tiny.py"
 
 
 def test_the_recipe_learns_to_answer_questions_in_phrasings_that_it_has_not_seen(tmp_path, monkeypatch, capsys):
-    """With questions about days alone, and few steps."""
+    """With questions about days alone, and few steps: more than 70, after which texts of Python 3.11.2 gave 4 right."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examples, "KINDS", examples.KINDS[:1])
     monkeypatch.setattr(examples, "CHATS", 320)
@@ -30,7 +30,7 @@ def test_the_recipe_learns_to_answer_questions_in_phrasings_that_it_has_not_seen
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", lambda base: train(change(base, steps=2, **few)))
         recipe = file["made"]()
-    recipe = settle(change(recipe, steps=70, **few), {})
+    recipe = settle(change(recipe, steps=100, **few), {})
     assert train(recipe) == 0
     records = read_records(Path("runs/sft_tiny-001/metrics.jsonl"))
     found = [record["loss"] for record in records if "loss" in record]
