@@ -22,6 +22,7 @@ from torch import Tensor
 from dtgpt.compare.torch_private import is_in_backward
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Router, routers
+from dtgpt.ops.experts.routing import scores_of
 from dtgpt.optim.balance.state import Balances
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.trainer import Trainer
@@ -110,7 +111,7 @@ class Choices:
         if theirs.shape != experts.shape:  # of another number of experts or tokens
             return experts
         if trains:
-            self._note(experts, theirs, scores_of(logits.detach(), router, correction), name, first)
+            self._note(experts, theirs, scores_of(logits.detach(), router.rule, correction), name, first)
         if trains and not torch.equal(experts, theirs):
             self._replaced[index].append((experts, theirs))
         return theirs
@@ -136,14 +137,6 @@ class Choices:
         other = Choices(0, self.size, made)
         other._step = step
         other.attach([model])
-
-
-def scores_of(logits: Tensor, router: Router, correction: Tensor | None) -> Tensor:
-    """Return what a router chooses by."""
-    sigmoid = router.rule.score == "sigmoid"
-    if correction is None:
-        return logits.sigmoid() if sigmoid else logits
-    return (logits.sigmoid() if sigmoid else logits.softmax(-1)) + correction
 
 
 def file_of_choices(shared: Path) -> Path:

@@ -1,9 +1,8 @@
 """What a step keeps for the next one, beside weights and the optimizer's state.
 
-Each could be a field of the update, which would then have a branch, an entry and a check for every kind.
-
 The loss scale of fp16 is such a state, which a capability adds where a run asks for it. An update goes through the
-list of them (`Update.states`), and a checkpoint has an entry for each: neither knows which there are.
+list of states (`Update.states`), and a checkpoint has an entry for each: neither knows which there are. If states were
+fields of the update, it would have a branch, an entry and a check for every kind.
 """
 
 from collections.abc import Iterable

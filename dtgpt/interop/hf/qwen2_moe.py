@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from dtgpt.interop.foreign import checked
 from dtgpt.interop.hf.architecture import Architecture, read_activation, write_activation
 from dtgpt.interop.hf.experts import LikeMixture, read_experts, write_experts
-from dtgpt.interop.hf.llama import TIED, Family, read_shape, read_window, write_kinds, write_shape
-from dtgpt.interop.hf.qwen3_moe import ARE_LAYERS, read_sparse_layers, write_sparse_layers
+from dtgpt.interop.hf.llama import Family, read_shape, read_window, write_kinds, write_shape
+from dtgpt.interop.hf.qwen3_moe import SPARSE, read_sparse_layers, write_sparse_layers
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
 from dtgpt.interop.keys import FLAG, Keys, check_keys, whole_number
 from dtgpt.models.families.qwen2_moe import Qwen2MoeConfig
@@ -16,13 +16,7 @@ from dtgpt.models.rotary import MOST_KINDS
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
 FAMILY = Family(16, None, 5632, 32768, 151936, window=4096, windows="typed", hidden=2048, layers=24, heads=16)
-KEYS: Keys = {
-    "qkv_bias": FLAG._replace(default=True),
-    "norm_topk_prob": FLAG._replace(default=False),
-    "use_sliding_window": FLAG._replace(default=False),
-    "mlp_only_layers": ARE_LAYERS,
-    "tie_word_embeddings": TIED,
-}
+KEYS: Keys = {"qkv_bias": FLAG._replace(default=True), **SPARSE}
 WRITTEN_RULES: Rules = (
     Rule(
         "transformers' Qwen2-MoE has no bias of attention's output, and this model model.attention_bias="

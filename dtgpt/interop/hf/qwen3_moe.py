@@ -22,13 +22,13 @@ def _are_layers(value: Any) -> bool:
 
 
 ARE_LAYERS = Key(_are_layers, "; it must be a list of the numbers of layers without experts")
-KEYS: Keys = {
-    "attention_bias": FLAG._replace(default=False),
+SPARSE: Keys = {  # of Qwen2-MoE, too
     "norm_topk_prob": FLAG._replace(default=False),
     "use_sliding_window": FLAG._replace(default=False),
     "mlp_only_layers": ARE_LAYERS,
     "tie_word_embeddings": TIED,
 }
+KEYS: Keys = {"attention_bias": FLAG._replace(default=False), **SPARSE}
 WRITTEN_RULES: Rules = (
     Rule(
         "transformers' Qwen3-MoE has biases of all matrices of attention or none, and this model "

@@ -70,14 +70,18 @@ def ranked(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def scores_of(logits: Tensor, rule: Routing, correction: Tensor | None) -> Tensor:
+    """Return the scores `[.., E]` by which logits `[.., E]` choose."""
+    if rule.score != "sigmoid" and correction is None:
+        return logits  # whose order softmax keeps
+    scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
+    return scores if correction is None else scores + correction
+
+
 def choose(logits: Tensor, rule: Routing, correction: Tensor | None = None) -> Tensor:
     """Return the experts int64 `[.., k]` that the logits `[.., E]` choose. correction: fp32 `[E]`, added to the scores
     for the choice alone."""
-    scores = logits.detach()  # of which softmax has the order
-    if rule.score == "sigmoid":
-        scores = scores.sigmoid()
-    if correction is not None:
-        scores = (scores if rule.score == "sigmoid" else scores.softmax(-1)) + correction
+    scores = scores_of(logits.detach(), rule, correction)
     if rule.open_groups < rule.groups:
         scores = _of_open_groups(scores, rule)
     return ranked(scores, rule.chosen)

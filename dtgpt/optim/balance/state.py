@@ -30,12 +30,8 @@ from dtgpt.util.torch_private import is_dtensor
 if TYPE_CHECKING:
     from dtgpt.parallel.engine import TrainingEngine
 
-SUMS = (
-    "sequence_loss",
-    "z_loss",
-    "entropy",
-    "samples",
-)  # over the batch, of each layer, beside loads and probabilities
+# Over the batch, of each layer, beside loads and probabilities.
+SUMS = ("sequence_loss", "z_loss", "entropy", "samples")
 
 
 class _Watched(torch.autograd.Function):
