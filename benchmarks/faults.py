@@ -541,4 +541,71 @@ FAULTS = [
         "return own / own.sum(-1, keepdim=True)",
         "return own",
     ),
+    Fault(
+        "experts under tp: each rank adds the biases of outputs",
+        "dtgpt/parallel/more_styles/styles.py",
+        "through=partial(mul, float(device_mesh.get_local_rank() == 0))",
+        "through=None",
+    ),
+    Fault(
+        "experts under tp: the gradient of the biases of outputs is that of each rank",
+        "dtgpt/parallel/more_styles/styles.py",
+        "bind(module, sums_over_tp=self.sums_over_tp, ",
+        "bind(module, ",
+    ),
+    Fault(
+        "experts under tp: the gradient of routers is that of a rank's experts",
+        "dtgpt/parallel/more_styles/styles.py",
+        'return SequencePart("weight", "bias")',
+        "return SequencePart()",
+    ),
+    Fault(
+        "experts under tp: gradients below the experts are those of a rank's experts",
+        "dtgpt/parallel/more_styles/styles.py",
+        "whole_input(inputs[0], given).to_local(grad_placements=[Partial()])",
+        "whole_input(inputs[0], given).to_local()",
+    ),
+    Fault(
+        "experts in generation under tp: each rank adds the biases of outputs",
+        "dtgpt/parallel/local_weights/localize.py",
+        "bind(module, through=partial(mul, float(mesh.place.tp == 0)))",
+        "pass",
+    ),
+    Fault(
+        "experts in generation under tp: outputs are not summed",
+        "dtgpt/parallel/local_weights/localize.py",
+        "if role in (Role.ROW, Role.EXIT):",
+        "if role is Role.ROW:",
+    ),
+    Fault(
+        "balance under tp: each rank counts, and adds to gradients",
+        "dtgpt/optim/balance/state.py",
+        "self.counts, self.slices = mesh.place.tp == 0, mesh.plan.cp",
+        "self.counts, self.slices = True, mesh.plan.cp",
+    ),
+    Fault(
+        "balance under cp: the loss of a sequence compares the loads of a slice",
+        "dtgpt/optim/balance/state.py",
+        'if self.slices > 1 and self.config.loss and self.config.over == "sequence":',
+        "if False:",
+    ),
+    Fault(
+        "balance under cp: the gradient of the loss of a sequence is divided by the number of slices",
+        "dtgpt/optim/balance/state.py",
+        "* (shared.slices / samples)",
+        "/ samples",
+    ),
+    Fault(
+        "balance under cp: samples are counted in each slice",
+        "dtgpt/optim/balance/state.py",
+        "len(logits) / shared.slices",
+        "len(logits)",
+    ),
+    Fault(
+        "balance under cp: padding is told from a loss in the slice",
+        "dtgpt/optim/balance/state.py",
+        "parts = [torch.empty_like(weights) for _ in range(self.slices)]\n"
+        "        dist.all_gather(parts, weights.contiguous(), group=self.mesh.cp_group)",
+        "parts = [weights] * self.slices",
+    ),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Router, routers
 from dtgpt.ops.experts.routing import scores_of
 from dtgpt.optim.balance.state import Balances
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.train.trainer import Trainer
 
 MOST = 1000  # choices that differ that are told one by one
@@ -54,11 +54,14 @@ class Choices:
     """The choices of a run, beside those of its reference.
 
     size: samples of a micro-batch. first: the number in the global batch of this rank's first sample. theirs: those of
-    the reference by step and block, int32 `[samples, T, k]`; None: this is the reference, which keeps its own.
+    the reference by step and block, int32 `[samples, T, k]`; None: this is the reference, which keeps its own. place:
+    of the rank in its plan, where several have the same tokens, or slices of them.
     """
 
-    def __init__(self, rank: int, size: int, theirs: dict[str, Tensor] | None):
+    def __init__(self, rank: int, size: int, theirs: dict[str, Tensor] | None, place: RankCoordinates | None = None):
         self.rank, self.size, self.first, self.theirs = rank, size, 0, theirs
+        self.slice, self.slices = (0, 1) if place is None else (place.cp, place.plan.cp)
+        self.notes = place is None or place.tp == 0  # one of the ranks that have the same tokens
         self.kept: dict[str, list[Tensor]] = defaultdict(list)
         self.flips: list[Flip] = []
         self.turned = self.compared = 0  # choices of tokens that differ, of all
@@ -108,9 +111,11 @@ class Choices:
             return experts
         theirs = self.theirs.get(key)
         theirs = theirs[first : first + len(experts)].to(experts) if theirs is not None else experts
+        if theirs.shape[1] == self.slices * experts.shape[1]:
+            theirs = theirs.chunk(self.slices, 1)[self.slice]
         if theirs.shape != experts.shape:  # of another number of experts or tokens
             return experts
-        if trains:
+        if trains and self.notes:
             self._note(experts, theirs, scores_of(logits.detach(), router.rule, correction), name, first)
         if trains and not torch.equal(experts, theirs):
             self._replaced[index].append((experts, theirs))
@@ -125,8 +130,8 @@ class Choices:
             row = scores[sample, token]
             ours = max((e for e in own if e not in other), key=lambda e: float(row[e]))
             instead = min((e for e in other if e not in own), key=lambda e: float(row[e]))
-            gap = float(row[ours] - row[instead])
-            self.flips.append(Flip(self._step or 0, name, first + sample, token, ours, instead, gap, self.rank))
+            gap, place = float(row[ours] - row[instead]), self.slice * experts.shape[1] + token
+            self.flips.append(Flip(self._step or 0, name, first + sample, place, ours, instead, gap, self.rank))
 
     def save(self, file: Path) -> None:
         save_file({key: torch.cat(parts).contiguous() for key, parts in self.kept.items()}, file)
@@ -151,7 +156,7 @@ def open_choices(trainer: Trainer, shared: Path, is_reference: bool) -> Choices 
     if not is_reference:
         with safe_open(file, "pt") as saved:
             theirs = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
-    choices = Choices(trainer.mesh.rank, trainer.settings.micro_batch_size, theirs)
+    choices = Choices(trainer.mesh.rank, trainer.settings.micro_batch_size, theirs, trainer.mesh.place)
     choices.attach(trainer.stages)
     return choices
 

@@ -234,9 +234,10 @@ class Judge:
         key = Key(flip.sample // trace.samples, "activation", name)
         apart, size = 0.0, math.inf  # of a token whose logits were not kept
         for piece in pairing.pieces(trace, key, key.name) if key in trace.keys else ():
-            row = flip.sample - piece.first
-            if 0 <= row < len(piece.theirs):
-                ours, theirs = (each[row, flip.token].double() for each in (piece.ours, piece.theirs))
+            row, cut = flip.sample - piece.first, part_of(piece.theirs, piece.ours.shape, trace.cut)
+            if 0 <= row < len(piece.theirs) and cut is not None:
+                token = flip.token - (cut[1].start or 0)  # a rank may have a slice of the tokens
+                ours, theirs = piece.ours[row, token].double(), piece.theirs[row, flip.token].double()
                 apart, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
         explained = math.isinf(size) or (apart > 0 and flip.gap <= 2 * apart + 8 * 2.0**-23 * size)
         return finding_of(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from dtgpt.compare.torch_private import is_in_backward
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Router, routers
+from dtgpt.models.roles import STACKS, Role, role_of
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.build import Building, build
 from dtgpt.parallel.context_parallel.slices import mean_over_slices
@@ -32,6 +34,10 @@ ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samp
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
 
 
+PARTS = (  # what tensor parallelism cuts within a branch, and what is behind it
+    *((role, "output") for role in (Role.INNER_COLUMN, Role.COLUMN_STACK, Role.EXIT)),
+    *((role, "input") for role in (Role.INNER_ROW, Role.ROW_STACK)),
+)
 LOGITS = "logits"  # of a router, in place of "input" or "output"
 Seen = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of a `Router`
 
@@ -192,6 +198,7 @@ def traced(trainer: Trainer, file: Path) -> Iterator[None]:
     for key in [key for key, value in recorder.tensors.items() if value.dim() == 0]:  # losses
         value = recorder.tensors[key].to(mesh.device, copy=True)
         recorder.tensors[key] = mean_over_slices(mesh, value).cpu()
+    settle_branches(recorder, trainer)
     eps = FP8_EPS if settings.products == FP8 else torch.finfo(settings.dtype).eps
     save(
         recorder,
@@ -202,6 +209,36 @@ def traced(trainer: Trainer, file: Path) -> Iterator[None]:
         slices=mesh.plan.cp,
         eps=eps,
     )
+
+
+def settle_branches(recorder: Recorder, trainer: Trainer) -> None:
+    """Make what lies within branches that a plan cuts comparable with one process: add up what ranks have addends of,
+    and leave rows of experts out where ranks have slices of the tokens, since their order is another one. Ranks of
+    tensor parallelism have tensors of the same names."""
+    mesh, roles = trainer.mesh, trainer.settings.model.roles
+    names = [
+        name for stage in trainer.stages for name, _ in stage.named_modules() if role_of(name, roles) is Role.ENTRY
+    ]
+    branches = tuple(name.removesuffix(name.rpartition(".")[2]) for name in names)
+    for key in [key for key in recorder.tensors if key.name.startswith(branches)]:
+        module, way, _ = key.name.rsplit(" ", 2)
+        role, value = role_of(module, roles), recorder.tensors[key]
+        if role in STACKS and mesh.plan.cp > 1:
+            del recorder.tensors[key]
+        elif mesh.tp_group is not None and key.kind == kind_of_addends(role, way):
+            whole = value.to(mesh.device, torch.float64)
+            dist.all_reduce(whole, group=mesh.tp_group)
+            recorder.tensors[key] = whole.to("cpu", value.dtype)
+
+
+def kind_of_addends(role: Role | None, way: str) -> str | None:
+    """Return what each tensor parallel rank has an addend of, of a tensor within a branch: of the "activation", or of
+    the "gradient" where the activation is whole; None where ranks have parts. role: of the module whose input or output
+    it is."""
+    if (role, way) in PARTS:
+        return None
+    is_whole = role in (Role.ENTRY, Role.ROUTER) or (way == "input" and role is not Role.EXIT)
+    return "gradient" if is_whole else "activation"
 
 
 def file_of(file: Path, part: str) -> Path:

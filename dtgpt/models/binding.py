@@ -51,7 +51,8 @@ class Binding(NamedTuple):
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens
-    through: Callable[[Tensor], Tensor] | None = None  # of the output layer: makes its weight of the parameter
+    # Of the output layer, or a stack: makes its weight, or its biases, of the parameter.
+    through: Callable[[Tensor], Tensor] | None = None
     sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 

@@ -136,7 +136,9 @@ class ModelConfig(ABC):
             return 0.0, 0.0
         if role in (Role.NORM, Role.HEAD_NORM, Role.JOINT_NORM):
             return 1.0, 0.0
-        return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role in (Role.ROW, Role.ROW_STACK) else 1)
+        return 0.0, self.init_std / (
+            math.sqrt(2 * self.num_layers) if role in (Role.ROW, Role.INNER_ROW, Role.ROW_STACK) else 1
+        )
 
     @property
     def head_dim(self) -> int:

@@ -26,18 +26,23 @@ class Role(Enum):
     QKV = "linear map to queries, keys and values, cut between heads"
     COLUMN = "linear map [out, H] that is cut by its outputs"
     ROW = "linear map [H, in] that is cut by its inputs, without its bias"
-    COLUMN_STACK = "stack [E, out, H] of linear maps, each cut by its outputs"
-    ROW_STACK = "stack [E, H, in] of linear maps, each cut by its inputs"
+    ENTRY = "beginning of a branch that is cut within: all of it gets the whole input"
+    INNER_COLUMN = "linear map [out, H] within such a branch that is cut by its outputs"
+    INNER_ROW = "linear map [H, in] within such a branch that is cut by its inputs"
+    COLUMN_STACK = "stack [E, out, H] of linear maps within such a branch, each cut by its outputs"
+    ROW_STACK = "stack [E, H, in] of linear maps within such a branch, each cut by its inputs"
     ROUTER = "linear map [E, H] to the scores of experts, or what goes with it, whole on each rank"
+    EXIT = "end of such a branch: the sum of what ranks have made"
     OUTPUT = "output projection [V, H] and loss"
     HEAD_DROPOUT = "dropout of attention probabilities [N, T, T]"
     STREAM_DROPOUT = "dropout of the residual stream [T, H]"
 
 
 Roles = Mapping[str, Role]  # module pattern -> role
-COLUMNS = (Role.QKV, Role.COLUMN)
-MATRICES = (*COLUMNS, Role.ROW)  # of a block
+COLUMNS = (Role.QKV, Role.COLUMN, Role.INNER_COLUMN)
+MATRICES = (*COLUMNS, Role.ROW, Role.INNER_ROW)  # of a block
 STACKS = (Role.COLUMN_STACK, Role.ROW_STACK)
+INNER = (Role.INNER_COLUMN, Role.INNER_ROW, *STACKS)  # within a branch that ENTRY begins
 
 
 @lru_cache(maxsize=1 << 16)

@@ -37,10 +37,11 @@ def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor
 
     x: `[.., in]`; weight: `[out, in]`, whole or cut along one mesh dimension; bias: `[out]` or None. Of a weight that
     is cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by
-    its inputs, an addend of the result. The function sees plain tensors, and so does its backward.
+    its inputs, an addend of the result. The function sees plain tensors, and so does its backward. For a plain x the
+    result is plain: what the function makes of this rank's parts.
     """
-    if not is_dtensor(weight):
-        return function(x, weight, bias)
+    if not is_dtensor(x):
+        return function(x, local(weight), None if bias is None else local(bias))
     (cut,) = weight.placements
     mesh, rows = weight.device_mesh, cut.is_shard(1)
     given, given_gradient, made = _layouts(cut, x.ndim)
@@ -62,9 +63,7 @@ def _layouts(cut: "Placement", ndim: int) -> "tuple[Placement, Placement, Placem
     return Shard(ndim - 1), Shard(ndim - 1), Partial()
 
 
-def _redistributed(x: Tensor, placement: "Placement") -> "DTensor":
-    if not is_dtensor(x):
-        raise ValueError("the input of a weight that is a DTensor must be one, too")
+def _redistributed(x: "DTensor", placement: "Placement") -> "DTensor":
     return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 

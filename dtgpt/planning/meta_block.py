@@ -16,6 +16,7 @@ from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, Linear
+from dtgpt.models.roles import INNER, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
@@ -28,6 +29,8 @@ from dtgpt.planning.torch_private import EagerDispatchMode
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
+
+BRANCH_ENDS: dict[Role | None, int] = {Role.ENTRY: OUTPUTS, Role.EXIT: INPUTS}  # what matrices do there that are so cut
 
 
 class LiveBytes(EagerDispatchMode):
@@ -143,8 +146,11 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         module = block.get_submodule(path)
         of_rank = layout.of(p)
         module.register_parameter(key, nn.Parameter(module.get_parameter(key)[slices(of_rank.region(0))]))
-        if kind.sequence_parallel and key == "weight":
+        if kind.sequence_parallel and key == "weight" and p.role not in INNER:
             _exchange(of_rank.cut_from_the_end("tp"), module, _SequenceParts(kind.tp))
+    for name, module in block.named_modules():
+        if kind.sequence_parallel and (dim := BRANCH_ENDS.get(role_of(f"{at}.{name}", config.roles))):
+            _exchange(dim, module, _SequenceParts(kind.tp))
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):

@@ -110,7 +110,7 @@ class Operations:
             if settings.freezes_weights:
                 forward, backward = self._adapted(p, count, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
-            is_first = p.role in (Role.COLUMN, Role.COLUMN_STACK)
+            is_first = p.role in (Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK)
             each = count * share
             c, r = (c + each * rows, r) if is_first else (c, r + each * inner)
         core_forward, core_backward, heads = self._cores(index)

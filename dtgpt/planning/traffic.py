@@ -5,7 +5,7 @@ import math
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import Role
+from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.layout import INPUTS, OUTPUTS
@@ -109,24 +109,27 @@ def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int,
     block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
     before the output of that one."""
     repeated = _repeated(settings)
-    weights = [p for p in weights if p.block in repeated]
+    weights = [p for p in weights if p.block in repeated and "tp" in p.layout.cuts]
     last = {p.block: p for p in weights}  # in the order of the modules
     ends = _cut(list(last.values()), INPUTS) if settings.model.dropout == 0 else []
     return len(_cut(weights, OUTPUTS)), len(_cut(weights, INPUTS)) - len(ends)
 
 
 def _cut(weights: list[LocalParameter], dim: int) -> list[LocalParameter]:
-    """Return the matrices that tensor parallelism cuts by their OUTPUTS or INPUTS."""
-    return [p for p in weights if p.layout.cut_from_the_end("tp") == dim]
+    """Return the matrices that tensor parallelism cuts by their OUTPUTS or INPUTS; of those within a branch, which have
+    one input and one sum, the last stands for all."""
+    cut = (p for p in weights if p.layout.cut_from_the_end("tp") == dim)
+    return list({p.block if p.role in INNER else p.name: p for p in cut}.values())
 
 
 def _kinds(partial: list[LocalParameter]) -> str:
     """Return what the parameters are, in words."""
-    norms = any(p.role is Role.NORM for p in partial)
-    words = ["norms" if norms else "the norms of heads"]
-    words += ["biases"] * any(p.name.endswith(".bias") and p.role is not Role.NORM for p in partial)
-    words += ["positions"] * any(p.role is Role.POSITIONS for p in partial)
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    roles = {p.role for p in partial}
+    words = ["norms"] * (Role.NORM in roles) or ["the norms of heads"] * (Role.HEAD_NORM in roles)
+    words += ["biases"] * any(p.name.endswith(".bias") and p.role not in (Role.NORM, Role.ROUTER) for p in partial)
+    words += ["positions"] * (Role.POSITIONS in roles) + ["routers"] * (Role.ROUTER in roles)
+    *first, last = words or [""]
+    return " and ".join(filter(None, [", ".join(first), last]))
 
 
 def _over_dp(here: Rank) -> list[Collective]:

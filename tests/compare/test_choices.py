@@ -10,6 +10,7 @@ from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import Limits, difference, first_state
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.optim.balance.config import BalanceConfig
+from tests.models.moe.test_mixture import MANY
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
@@ -54,24 +55,27 @@ def held(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("plan", ["single", "dp2_zero3", "pp2_1f1b"])
+@pytest.mark.parametrize("plan", ["single", "dp2_zero3", "pp2_1f1b", "tp2", "tp2_sp", "cp2"])
 def test_a_right_run_has_the_choices_and_loads_of_the_reference(recipe, held, plan):
     record, found = held(recipe, plan=plan)
     assert found.fault is None and record.turned == 0 and record.chosen == 8 * 16 * 3
     assert sum(record.loads[0]["1"]) == 8 * 16 * 2
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_choices_that_rounding_turns_over_are_counted_and_no_fault(recipe, held, recompute):
+@pytest.mark.parametrize(
+    ("plan", "recompute"), [("single", "none"), ("single", "full"), ("tp2_sp", "none"), ("cp2", "full")]
+)
+def test_choices_that_rounding_turns_over_are_counted_and_no_fault(recipe, held, plan, recompute):
     """The scores of two experts are equal, and one moves by its last bit."""
     recipe = replace(recipe, balance=BalanceConfig(loss=0.1), recompute=recompute)
     recipe = replace(recipe, model=replace(OLMOE, corrects_choice=False))
-    record, found = held(recipe, f"{ROUTER}.weight.data[3] *= 1 + 2.0**-22", tie=TIE)
+    record, found = held(recipe, f"{ROUTER}.weight.data[3] *= 1 + 2.0**-22", plan, tie=TIE)
     assert found.fault is None and 0 < record.turned < record.chosen
     assert {flip.module for flip in record.flips} == {"blocks.1.mlp.router"}
     assert all({flip.ours, flip.theirs} == {1, 3} and flip.gap < 1e-6 for flip in record.flips)
     told = told_choices(record)
     assert f"{record.turned} of {record.chosen}" in told and "layer 1: experts 3 and 1 are" in told
+    assert max(flip.token for flip in record.flips) > 8 and record.turned == len(record.flips)
 
 
 FAULTS = {
@@ -133,5 +137,52 @@ def test_a_correction_that_goes_astray_later_is_named(recipe, held):
     )
     record, found = held(recipe, change, steps=3)
     assert found.fault is None and {flip.step for flip in record.flips} == {2}
+    apart = first_state(difference(record, held.reference(recipe, 3)), Limits(1e-5, 1e-5, 1e-5, 1e-4), [])
+    assert (apart.module, apart.step) == ("blocks.0.mlp.router.correction", 2)
+
+
+BRANCH = "trainer.stages[0].blocks['1'].mlp"
+FAULTS_OF_TP = {  # each on all ranks
+    "gradient of routers not summed": ("trainer.shards._partial = []", "blocks.3.mlp.router"),
+    "gradient below experts not summed": (f"{BRANCH}.entry._forward_pre_hooks.clear()", "blocks.1"),
+    "output not summed": (f"{BRANCH}.exit._forward_hooks.clear()", "blocks.1.mlp"),
+    "biases added by each rank": (
+        f"from dtgpt.models.binding import bind\nbind({BRANCH}.experts.down, through=None)", "blocks.1.mlp",
+    ),
+    "gradient of biases not summed": (
+        "shards = trainer.shards\n"
+        "shards._partial = [i for i in shards._partial if not shards.all[i].name.endswith('down.bias')]",
+        "blocks.3.mlp.experts.down",
+    ),
+    "losses and loads counted by each rank": (STATE + "state.counts = True", "blocks.3.mlp.router"),
+    "losses through the number of ranks": (
+        STATE + "import dataclasses\n"
+        "state.config = dataclasses.replace(state.config, loss=state.config.loss / 2)", "blocks.3.mlp.router",
+    ),
+    "norm without experts": (
+        "shards = trainer.shards\n"
+        "squares = shards.sums.squares\n"
+        "shards.sums.squares = lambda all, shares, alone: squares(\n"
+        "    [g if g.dim() < 3 else 0 * g for g in all], shares, [g if g.dim() < 3 else 0 * g for g in alone])",
+        "(all)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_TP)
+def test_a_fault_of_ranks_that_share_experts_is_located(recipe, held, name):
+    change, module = FAULTS_OF_TP[name]
+    _, found = held(replace(recipe, model=MANY), change, "tp2")
+    assert found.fault is not None and found.fault.module.startswith(module), found.fault
+
+
+def test_a_correction_that_is_summed_over_ranks_is_named(recipe, held):
+    change = STATE + (
+        "plain = state.update\nfrom operator import mul\ndef summed(*given):\n"
+        "    plain(*given)\n    state.corrections.mul_(state.mesh.plan.tp)\n"
+        "    [p.data.mul_(2) for p in state.parameters.values()]\nstate.update = summed"
+    )
+    record, found = held(recipe, change, "tp2", steps=3)
+    assert found.fault is None
     apart = first_state(difference(record, held.reference(recipe, 3)), Limits(1e-5, 1e-5, 1e-5, 1e-4), [])
     assert (apart.module, apart.step) == ("blocks.0.mlp.router.correction", 2)

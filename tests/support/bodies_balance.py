@@ -3,6 +3,8 @@
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import pytest
+import torch
 from torch import Tensor
 
 from dtgpt.compare.whole_tensors import gather_whole
@@ -12,10 +14,11 @@ from dtgpt.train.setup import open_trainer
 
 
 class Steps(NamedTuple):
-    """What rank 0 saw: of each step its loss, figures and loads by layer; the gradients of the last one; the weights
-    after it."""
+    """What rank 0 saw: of each step its loss, norm, figures and loads by layer; the gradients of the last one; the
+    weights after it."""
 
     losses: list[float]
+    norms: list[float]
     figures: list[dict[str, float]]
     loads: list[list[list[float]]]
     gradients: dict[str, Tensor]
@@ -28,14 +31,37 @@ def balance_of(trainer: Any) -> Balances:
 
 def balanced_steps(recipe: Recipe, held_out: bool = False) -> Steps:
     """Take the steps of a recipe. held_out: evaluate after each."""
-    losses, figures, loads, gradients = [], [], [], {}
+    losses, norms, figures, loads, gradients = [], [], [], [], {}
     with open_trainer(recipe) as trainer:
         for _ in range(recipe.num_steps):
             loss = trainer.gradients()
             gradients = dict(gather_whole(trainer.shards, trainer.gradient))
-            losses.append(trainer.mean_loss(trainer.update(loss)))
+            result = trainer.update(loss)
+            losses.append(trainer.mean_loss(result))
+            norms.append(result.norm.item())
             figures.append(balance_of(trainer).metrics())
             loads.append(balance_of(trainer).last[:, : balance_of(trainer).experts].tolist())
             if held_out:
                 trainer.held_out_loss()
-        return Steps(losses, figures, loads, gradients, dict(gather_whole(trainer.shards, attrgetter("local"))))
+        weights = dict(gather_whole(trainer.shards, attrgetter("local")))
+        return Steps(losses, norms, figures, loads, gradients, weights)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12)).item()
+
+
+def check_same(found: Steps, whole: Steps, exact: bool = False) -> None:
+    assert found.losses == pytest.approx(whole.losses, rel=0 if exact else 1e-6)
+    assert found.norms == pytest.approx(whole.norms, rel=0 if exact else 1e-5)
+    assert found.loads == whole.loads
+    for ours, theirs in zip(found.figures, whole.figures, strict=True):
+        assert ours == (theirs if exact else pytest.approx(theirs, rel=2e-6))
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(found, kind), getattr(whole, kind)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if exact or "correction" in name:
+                assert torch.equal(ours[name], value), name
+            else:
+                assert relative_error(ours[name], value) < 3e-5, name

@@ -31,6 +31,11 @@ class ManyConfig(ExpertsConfig):
     def has_experts(self, index: int) -> bool:
         return index > 0
 
+    def initial_weight(self, name: str) -> tuple[float, float]:
+        """Return biases of experts that are not zero: it shows how often they are added."""
+        is_bias = ".experts." in name and name.endswith(".bias")
+        return (0.0, self.init_std) if is_bias else super().initial_weight(name)
+
     def make_embedding(self, dtype: torch.dtype) -> Embedding:
         return Embedding(self, dtype)
 

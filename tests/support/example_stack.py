@@ -22,8 +22,10 @@ class StackConfig(gpt2.GPT2Config):
     architecture: ClassVar[str] = "stack"
     roles: ClassVar[Roles] = {
         **{pattern: role for pattern, role in gpt2.ROLES.items() if ".mlp." not in pattern},
+        "blocks.*.mlp.entry": Role.ENTRY,
         "blocks.*.mlp.first": Role.COLUMN_STACK,
         "blocks.*.mlp.second": Role.ROW_STACK,
+        "blocks.*.mlp.exit": Role.EXIT,
     }
 
     def make_block(self, index: int) -> BoundModule:
@@ -61,11 +63,13 @@ class Second(Stack):
 class MLP(nn.Module):
     def __init__(self, config: StackConfig):
         super().__init__()
+        self.entry, self.exit = nn.Identity(), nn.Identity()
         self.first = First(config.hidden_size, 4 * config.hidden_size)
         self.second = Second(4 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.silu(self.first(x)), x.shape[0])
+        x = self.entry(x)
+        return self.exit(self.second(F.silu(self.first(x)), x.shape[0]))
 
 
 class Block(BoundModule):

@@ -84,7 +84,8 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
-        table = draws.pick("table", TABLES)
+        dense = values.get("model.num_experts", 1) == 1  # else a table cuts attention alone
+        table = draws.pick("table", [name for name in TABLES if dense or name.startswith("qkv") or careless])
     optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(kinds()))
     return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
 

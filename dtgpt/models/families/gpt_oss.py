@@ -26,7 +26,6 @@ from dtgpt.ops.experts.routing import Routing
 from dtgpt.ops.more_activations import GATED
 from dtgpt.ops.rotary_positions import Scaling
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.rules import Is, Rule, Rules
 
 ROLES: Roles = {**LLAMA, "blocks.*.attn.core": Role.SINKS, **EXPERT_ROLES}
 
@@ -37,10 +36,6 @@ class GptOssConfig(ExpertsConfig):
 
     architecture: ClassVar[str] = "gpt_oss"
     roles: ClassVar[Roles] = ROLES
-    plan_rules: ClassVar[Rules] = tuple(  # of several experts; a model with one can have all plans
-        Rule(rule.sentence, *rule.conditions, Is("num_experts", ">", 1), remedy=rule.remedy)
-        for rule in ExpertsConfig.plan_rules
-    )
 
     num_experts: Annotated[
         int, "number of experts in a block; 1: one MLP without a router", Bounds(1, MOST_EXPERTS)

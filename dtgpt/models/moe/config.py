@@ -1,5 +1,5 @@
-"""Fields of families whose MLPs are experts, and what follows from them: the parameters that a token meets, and what no
-plan can do with them yet."""
+"""Fields of families whose MLPs are experts, and what follows from them: the parameters that a token meets, and the
+widths that tensor parallelism cuts."""
 
 import math
 from collections.abc import Hashable
@@ -16,13 +16,15 @@ from dtgpt.util.rules import Is, Other, Rule, Rules
 MOST_EXPERTS = 65536
 # Roles of the modules of a `Mixture`, which a block calls `mlp`.
 EXPERT_ROLES: Roles = {
+    "blocks.*.mlp.entry": Role.ENTRY,
     "blocks.*.mlp.router": Role.ROUTER,
     "blocks.*.mlp.router.correction": Role.ROUTER,
     "blocks.*.mlp.experts.gate_up": Role.COLUMN_STACK,
     "blocks.*.mlp.experts.down": Role.ROW_STACK,
-    "blocks.*.mlp.shared.gate_up": Role.COLUMN,
-    "blocks.*.mlp.shared.down": Role.ROW,
+    "blocks.*.mlp.shared.gate_up": Role.INNER_COLUMN,
+    "blocks.*.mlp.shared.down": Role.INNER_ROW,
     "blocks.*.mlp.shared_gate": Role.ROUTER,
+    "blocks.*.mlp.exit": Role.EXIT,
 }
 
 
@@ -38,18 +40,6 @@ class ExpertsConfig(RotaryConfig):
             "model.experts_per_token={experts_per_token} is more than model.num_experts={num_experts}; use "
             "{num_experts} or fewer",
             Is("experts_per_token", ">", Other("num_experts")),
-        ),
-    )
-    plan_rules: ClassVar[Rules] = (
-        Rule(
-            "the plan {plan.name} cuts each layer over tp={plan.tp}, which mixtures of experts cannot be yet; use dp, "
-            "zero or pp",
-            Is("plan.tp", ">", 1),
-        ),
-        Rule(
-            "the plan {plan.name} cuts samples over cp={plan.cp}, which mixtures of experts cannot have yet; use dp, "
-            "zero or pp",
-            Is("plan.cp", ">", 1),
         ),
     )
 
@@ -70,6 +60,10 @@ class ExpertsConfig(RotaryConfig):
     def shared_size(self) -> int:
         """The width of the MLP that every token goes through beside its experts; 0: there is none."""
         return 0
+
+    @property
+    def cut_by_tp(self) -> dict[str, int]:
+        return {**super().cut_by_tp, "expert_size": self.expert_size, "shared_size": self.shared_size}
 
     @property
     def gates_shared(self) -> bool:

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtgpt.models.binding import PLAIN, Binding
 from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
+from dtgpt.ops.local_tensors import local
 
 
 class Balance(Protocol):
@@ -78,7 +80,10 @@ class Router(nn.Module):
 
 
 class Stack(nn.Module):
-    """A linear map of each expert, `[E, out, in]`: rows x `[M, in]` -> `[M, out]`."""
+    """A linear map of each expert, `[E, out, in]`: rows x `[M, in]` -> `[M, out]`, or on a tp rank its part or
+    its addend of the outputs."""
+
+    bound: Binding = PLAIN
 
     def __init__(self, count: int, columns: int, rows: int, bias: bool):
         super().__init__()
@@ -87,8 +92,10 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return grouped_linear(x, self.weight.to(x.dtype), bias, ends)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        if bias is not None and self.bound.through is not None:
+            bias = self.bound.through(bias)
+        return grouped_linear(x, local(self.weight).to(x.dtype), bias, ends)
 
 
 class Experts(nn.Module):
@@ -128,16 +135,19 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
+        self.entry = nn.Identity()
         self.router, self.experts = Router(config), Experts(config)
         self.shared = Shared(config) if config.shared_size else None
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if config.gates_shared else None
+        self.exit = nn.Identity()
 
     def forward(self, x: Tensor) -> Branch:
+        x = self.entry(x)
         total = self.experts(x, self.router(x))
         if self.shared is not None:
             own = self.shared(x)
             total = total + (own if self.shared_gate is None else own * self.shared_gate(x).sigmoid())
-        return Branch(total, None)
+        return Branch(self.exit(total), None)
 
 
 def routers(module: nn.Module) -> list[Router]:

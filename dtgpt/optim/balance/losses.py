@@ -37,12 +37,11 @@ def chosen_of(experts: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, experts, 1.0) * counted
 
 
-def sequence_loads(chosen: Tensor, counted: Tensor, chosen_each: int) -> tuple[Tensor, Tensor]:
+def sequence_loads(chosen: Tensor, tokens: Tensor, chosen_each: int) -> tuple[Tensor, Tensor]:
     """Return E / k times the part of a sample's tokens that chose each expert, and one through the number of these
-    tokens, `[B, 1, E]` and `[B, 1, 1]`; 0 where none counts."""
-    tokens = counted.sum(1, keepdim=True)
+    tokens, `[B, 1, E]` and `[B, 1, 1]`; 0 where none counts. chosen, tokens: both counts, of these shapes."""
     each = torch.where(tokens > 0, 1 / tokens.clamp(min=1), 0.0)
-    return chosen.sum(1, keepdim=True) * each * (chosen.shape[-1] / chosen_each), each
+    return chosen * each * (chosen.shape[-1] / chosen_each), each
 
 
 def counted_tokens(document_bounds: Tensor | None, loss_weights: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
@@ -60,6 +61,8 @@ class Balance:
 
     def watch(self, logits: Tensor, experts: Tensor) -> Tensor:
         shared = self.shared
+        if not shared.counts:
+            return logits
         if shared.looks:
             counted = weights_of(shared.counted, logits)
             self.ahead.add_(chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64))
@@ -70,7 +73,8 @@ class Balance:
         shared, score = self.shared, self.rule.score
         config, weights = shared.config, weights_of(counted, logits).expand(*logits.shape[:2], 1)
         chosen, own = chosen_of(experts, logits, weights), probabilities(logits, score)
-        per_sequence, each = sequence_loads(chosen, weights, self.rule.chosen)
+        of_sample = shared.over_slices(torch.cat([chosen, weights], -1).sum(1, keepdim=True))
+        per_sequence, each = sequence_loads(of_sample[..., :-1], of_sample[..., -1:], self.rule.chosen)
         log_sum, seen = logits.logsumexp(-1, keepdim=True), own * weights
         sums = [
             chosen.sum((0, 1), dtype=torch.float64),
@@ -78,7 +82,7 @@ class Balance:
             (per_sequence * each * seen).sum(dtype=torch.float64)[None],
             (log_sum.square() * weights).sum(dtype=torch.float64)[None],
             (torch.special.entr(own) * weights).sum(dtype=torch.float64)[None],
-            torch.full((1,), len(logits), dtype=torch.float64, device=logits.device),
+            torch.full((1,), len(logits) / shared.slices, dtype=torch.float64, device=logits.device),
         ]
         self.totals.add_(torch.cat(sums))
         # Of a token in the mean over all that count, which is that over micro-batches, as those of the loss are.
@@ -87,7 +91,7 @@ class Balance:
         made = []
         if config.loss:
             ahead = self.loads.to(logits.dtype) * part
-            of_loads = ahead if config.looks_ahead else per_sequence * each / samples
+            of_loads = ahead if config.looks_ahead else per_sequence * each * (shared.slices / samples)
             made.append(config.loss * through(own, logits, score, of_loads))
         if config.z_loss:
             made.append(2 * config.z_loss * part * log_sum * logits.softmax(-1))
@@ -96,7 +100,8 @@ class Balance:
 
 
 class Balances(StepState):
-    """Of all layers that have experts; a rank has the routers of its stages.
+    """Of all layers that have experts; a rank has the routers of its stages. Ranks of tensor parallelism see the same
+    tokens: one of them counts, and adds to gradients, which are summed over them.
 
     totals: fp64 `[L, 2E + 4]`, sums over this rank's part of the batch so far: loads, probabilities, SUMS. last: the
     same over the whole batch of the last step. ahead: loads of this step's batch, before its gradients. loads: what the
@@ -110,6 +115,7 @@ class Balances(StepState):
         self.model, self.config, self.mesh = model, config, mesh
         self.blocks = [index for index in range(model.num_layers) if model.has_experts(index)]
         self.layers, self.experts = len(self.blocks), model.num_experts
+        self.counts, self.slices = mesh.place.tp == 0, mesh.plan.cp  # slices: of a sample, on as many ranks
         shape, device = (self.layers, self.experts), device or mesh.device
         wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.totals, self.last = (torch.zeros(self.layers, 2 * self.experts + len(SUMS), **wide) for _ in range(2))
@@ -153,8 +159,24 @@ class Balances(StepState):
         fields = {**dict(zip(Batch._fields, inputs, strict=False)), **named}
         plain = fields.get("by_token") is None  # else weights are not those of tokens
         bounds, weights = fields.get("document_bounds"), fields.get("loss_weights")
-        self.counted = counted_tokens(bounds, weights) if plain else None
+        self.counted = self._counted(bounds, weights) if plain else None
         self._know()
+
+    def _counted(self, bounds: Tensor | None, weights: Tensor | None) -> Tensor | None:
+        """Return which tokens of this rank count. Whether a document has a loss tells its whole sample."""
+        if bounds is None or weights is None or weights.shape[1] == bounds.shape[1]:
+            return counted_tokens(bounds, weights)
+        parts = [torch.empty_like(weights) for _ in range(self.slices)]
+        dist.all_gather(parts, weights.contiguous(), group=self.mesh.cp_group)
+        counted = counted_tokens(bounds, torch.cat(parts, 1))
+        return None if counted is None else counted.chunk(self.slices, 1)[self.mesh.place.cp]
+
+    def over_slices(self, counts: Tensor) -> Tensor:
+        """Return the counts of whole samples, of those of this rank's slices, where the loss of a sequence needs
+        them."""
+        if self.slices > 1 and self.config.loss and self.config.over == "sequence":
+            dist.all_reduce(counts, group=self.mesh.cp_group)
+        return counts
 
     def _know(self) -> None:
         """Read the corrections, of which each rank may hold a part: ranks of a stage call this together."""
@@ -167,7 +189,7 @@ class Balances(StepState):
     @torch.no_grad()
     def before(self, engine: "TrainingEngine", batch: Batch, micro_batches: int) -> None:
         self._know()
-        counted = counted_tokens(batch.document_bounds, batch.loss_weights) if batch.by_token is None else None
+        counted = self._counted(batch.document_bounds, batch.loss_weights) if batch.by_token is None else None
         if counted is not None:
             plan = self.mesh.plan
             tokens = self.mesh.sum(counted.sum())[0] / (plan.tp * plan.pp)

@@ -80,7 +80,7 @@ def _matrices(model: ModelConfig, plan: ResolvedPlan) -> list[tuple[str, int, in
     for p in (p for index in parts.counts for p in parts.of_block(index)):
         if p.name.endswith(".weight") and p.role in MATRICES:
             rows, columns = p.shape
-            by_rows = p.role is Role.ROW
+            by_rows = p.role in (Role.ROW, Role.INNER_ROW)
             cut = rows if by_rows else rows // plan.tp, columns // plan.tp if by_rows else columns
             name = p.name.removesuffix(".weight").replace(f"blocks.{p.block}.", "blocks.*.", 1)
             found[name, *cut] = None

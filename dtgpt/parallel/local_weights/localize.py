@@ -7,6 +7,7 @@ too short for the dispatch of DTensor.
 
 from collections.abc import Callable
 from functools import partial
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -68,8 +69,10 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
             if is_dtensor(parameter):
                 module.register_parameter(key, nn.Parameter(parameter.to_local().detach()))
         role = role_of(name, roles)
-        if role in (Role.ROW, Role.ROW_STACK):
+        if role in (Role.ROW, Role.EXIT):
             module.register_forward_hook(partial(_sum_output, group))
+        elif role is Role.ROW_STACK:
+            bind(module, through=partial(mul, float(mesh.place.tp == 0)))  # one rank adds the biases
         elif role is Role.JOINT_NORM:
             bind(module, sum_of_heads=partial(_summed, group))
         elif role is Role.VOCABULARY:

@@ -5,6 +5,11 @@ from dtgpt.util.seams import Capability
 STYLES = "dtgpt.parallel.more_styles.styles"
 CAPABILITY = Capability(
     role_styles={
+        "ENTRY": f"{STYLES}:entry",
+        "EXIT": f"{STYLES}:leaving",
+        "INNER_COLUMN": f"{STYLES}:inner_column",
+        "INNER_ROW": f"{STYLES}:inner_row",
+        "ROUTER": f"{STYLES}:router",
         "COLUMN_STACK": f"{STYLES}:column_stack",
         "ROW_STACK": f"{STYLES}:row_stack",
         "SINKS": f"{STYLES}:sinks",

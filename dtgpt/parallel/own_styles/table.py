@@ -14,7 +14,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
-from dtgpt.models.roles import Role, matches, patterns_of, role_of
+from dtgpt.models.roles import INNER, Role, matches, patterns_of, role_of
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.own_styles.heads import leaves_a_part
 from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, style_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OF_VOCABULARY = "the loss and the tied table are cut over the vocabulary"
 OF_MASKS = "the masks of a dropout site follow from the modules around it"
+OF_BRANCH = "all of its branch gets one input, and makes one sum"
 OF_SEQUENCE = "what lies between the matrices follows from sequence parallelism"
 FIXED = {  # roles that a plan's table cannot replace, and why
     Role.VOCABULARY: OF_VOCABULARY,
@@ -37,6 +38,7 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.JOINT_NORM: "each rank has the weights of its own heads",
     Role.NORM: OF_SEQUENCE,
     Role.POSITIONS: OF_SEQUENCE,
+    **dict.fromkeys((Role.ENTRY, Role.EXIT, Role.ROUTER, *INNER), OF_BRANCH),
 }
 OF_HEADS = (Role.HEAD_DROPOUT, Role.HEAD_NORM, Role.SINKS, Role.JOINT_NORM)  # that the QKV projection leaves a rank
 

@@ -10,10 +10,12 @@ import torch
 import dtgpt
 from dtgpt.inference.options import Options
 from dtgpt.inference.step import exact_bits
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import Experts, routers
 from dtgpt.ops.experts.routing import choose
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
+from tests.models.moe.test_mixture import MANY
 from tests.models.moe.test_plans import OLMOE
 from tests.support import bodies_engine as bodies
 from tests.support.families import their_model
@@ -66,16 +68,16 @@ def test_scores_of_a_prompt_are_those_of_transformers(saved):
     assert [x for x in found.logprobs if x is not None] == pytest.approx(expected, rel=1e-5)
 
 
-def greedy_text(ids: list[int]) -> list[int]:
+def greedy_text(ids: list[int], config: ExpertsConfig = CONFIG) -> list[int]:
     """By the whole model, which computes each token anew."""
-    model, whole = build_model(CONFIG, bodies.CPU, torch.float32, bodies.KEY), list(ids)
+    model, whole = build_model(config, bodies.CPU, torch.float32, bodies.KEY), list(ids)
     for _ in range(GREEDY.max_new_tokens):
         whole.append(int(bodies.whole_logits(model, whole)[-1].argmax()))
     return whole[len(ids) :]
 
 
 @pytest.mark.slow(4)
-@pytest.mark.parametrize(("plan", "world"), [("single", 1), ("pp2", 2), ("pp2_zbv", 2)])
+@pytest.mark.parametrize(("plan", "world"), [("single", 1), ("pp2", 2), ("pp2_zbv", 2), ("tp2", 2)])
 def test_requests_beside_each_other_have_the_texts_that_they_have_alone(plan, world):
     requests = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
     events = pool().run(world, bodies.generate, CONFIG, plan, requests, 3, False)[0]
@@ -112,6 +114,10 @@ def test_bits_of_training_are_refused():
         exact_bits().check_blocks(CONFIG)
 
 
-def test_tensor_parallelism_is_refused_in_generation():
-    with pytest.raises(UserError, match="over tp=2"):
-        bodies.resolve("tp2", 2).validate(CONFIG, 1, 4, 16)
+@pytest.mark.slow(2)
+def test_ranks_that_share_experts_add_biases_once():
+    """Beside an MLP that all tokens share, and a block without experts."""
+    config = replace(MANY, seq_length=24, vocab_size=131, init_std=0.3, dropout=0.0)
+    requests = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    events = pool().run(2, bodies.generate, config, "tp2", requests, 3, False)[0]
+    assert bodies.texts(events) == {(index, 0): greedy_text(ids, config) for index, ids in enumerate(PROMPTS)}

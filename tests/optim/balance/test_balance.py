@@ -16,7 +16,7 @@ from dtgpt.models.moe.mixture import routers
 from dtgpt.ops.experts.routing import Routing, choose
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import counted_tokens, probabilities
-from tests.support.bodies_balance import Steps, balance_of, balanced_steps
+from tests.support.bodies_balance import balance_of, balanced_steps, check_same, relative_error
 from tests.support.families import their_config, theirs_of
 from tests.support.ranks import pool
 from tests.support.runs import training
@@ -37,10 +37,6 @@ def moe(recipe) -> Recipe:
     return replace(
         recipe, model=OLMOE, optimizer=adamw, steps=STEPS, micro_batch_size=2, global_batch_size=8, balance=ALL
     )
-
-
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12)).item()
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 8])
@@ -167,21 +163,6 @@ def test_a_sigmoid_router_gains_nothing_by_lower_scores():
     assert gradient.abs().max() > 1e-3 and (gradient * change).sum(-1).abs().max() < 1e-12
 
 
-def check_same(found: Steps, whole: Steps, exact: bool = False) -> None:
-    assert found.losses == pytest.approx(whole.losses, rel=0 if exact else 1e-6)
-    assert found.loads == whole.loads
-    for ours, theirs in zip(found.figures, whole.figures, strict=True):
-        assert ours == (theirs if exact else pytest.approx(theirs, rel=2e-6))
-    for kind in ("gradients", "weights"):
-        ours, theirs = getattr(found, kind), getattr(whole, kind)
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            if exact or "correction" in name:
-                assert torch.equal(ours[name], value), name
-            else:
-                assert relative_error(ours[name], value) < 3e-5, name
-
-
 OVER = {"together": ALL, "sequence": replace(ALL, over="sequence"), "apart": replace(ALL, layers="apart")}
 
 
@@ -196,6 +177,12 @@ OVER = {"together": ALL, "sequence": replace(ALL, over="sequence"), "apart": rep
         ("pp2_interleaved", "apart"),
         ("pp2_zbv", "sequence"),
         ("dp2_pp2_zbv_zero1", "together"),
+        ("tp2", "sequence"),
+        ("tp2_sp", "together"),
+        ("cp2", "sequence"),
+        ("cp2_tp2_sp", "apart"),
+        ("dp2_cp2_zero2", "sequence"),
+        ("tp2_pp2_zbv", "together"),
     ],
 )
 def test_plans_have_the_losses_gradients_and_corrections_of_one_process(moe, plan, kind):
