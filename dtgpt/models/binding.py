@@ -52,6 +52,7 @@ class Binding(NamedTuple):
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens
     through: Callable[[Tensor], Tensor] | None = None  # of the output layer: makes its weight of the parameter
+    use: Callable[[nn.Parameter], Tensor] | None = None  # of a stack: what it computes with in place of a parameter
     sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 

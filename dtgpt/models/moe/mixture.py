@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtgpt.models.binding import PLAIN, Binding
 from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
+from dtgpt.ops.local_tensors import local
 
 
 class Balance(Protocol):
@@ -80,6 +82,8 @@ class Router(nn.Module):
 class Stack(nn.Module):
     """A linear map of each expert, `[E, out, in]`: rows x `[M, in]` -> `[M, out]`."""
 
+    bound: Binding = PLAIN
+
     def __init__(self, count: int, columns: int, rows: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, rows, columns))
@@ -87,13 +91,19 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return grouped_linear(x, self.weight.to(x.dtype), bias, ends)
+        bias = None if self.bias is None else self._held(self.bias, x)
+        return grouped_linear(x, self._held(self.weight, x), bias, ends)
+
+    def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
+        """Return what this rank has of a parameter, in the type of x."""
+        return local(self.bound.use(parameter) if self.bound.use else parameter).to(x.dtype)
 
 
 class Experts(nn.Module):
     """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
     choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
+
+    bound: Binding = PLAIN  # `run` in place of `products`, for experts of which a rank has some
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -105,9 +115,12 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         tokens = x.flatten(0, -2)
         order = sorted_rows(choice.experts.flatten(0, -2), self.count)
-        rows = self.activation(self.gate_up(gathered(tokens, order), order.ends))
-        made = self.down(rows, order.ends)
+        made = (self.bound.run or self.products)(gathered(tokens, order), order.ends)
         return summed(made, choice.weights.flatten(0, -2), order).view_as(x)
+
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert."""
+        return self.down(self.activation(self.gate_up(rows, ends)), ends)
 
 
 class Shared(nn.Module):
