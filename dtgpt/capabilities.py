@@ -26,6 +26,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.narrow_sums", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels", "dtgpt.parallel.narrow_sums")),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.expert_parallel", ("dtgpt.models.moe",)),
     ("dtgpt.parallel.own_styles", ("dtgpt.parallel.local_weights",)),
     ("dtgpt.parallel.local_weights", ()),
     ("dtgpt.parallel.more_styles", ()),
@@ -76,6 +77,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.planning",
         (
+            "dtgpt.models.moe",
             "dtgpt.ops.kernels",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",

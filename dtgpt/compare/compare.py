@@ -241,7 +241,7 @@ def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
     degree has one replica where tensor or pipeline parallelism say how many processes there are; `dp` and `zero3` fill
     as many processes as the largest other plan, 2 at least."""
     plan = parse_plan(name, own)
-    if plan.dp is not None or plan.cp * plan.tp * plan.pp > 1:
+    if plan.dp is not None or plan.world > 1:
         return plan.for_world(plan.world)
     others = [parse_plan(other, own) for other in names]
     return plan.for_world(max([2, *(p.world for p in others)]))

@@ -301,6 +301,8 @@ def rounding_of(settings: Settings) -> Rounding:
         return "products"
     if settings.reduce == "exact":
         return "none"
+    if plan.ep > 1:  # of rows of several ranks
+        return "products"
     return "order" if plan.world == 1 or (plan.zero and plan.pp == 1) else "sums"
 
 

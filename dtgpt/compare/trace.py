@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dtgpt.compare.torch_private import is_in_backward
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.moe.mixture import Router, routers
+from dtgpt.models.moe.mixture import Experts, Router, routers
 from dtgpt.models.roles import STACKS, Role, role_of
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.build import Building, build
@@ -58,6 +58,12 @@ class Cut(NamedTuple):
     slices: int = 1  # of a sample
 
 
+def spread_out(stage: nn.Module) -> tuple[str, ...]:
+    """Return what the names of modules begin with that compute rows of other ranks."""
+    named = stage.named_modules()
+    return tuple(f"{name}." for name, module in named if isinstance(module, Experts) and module.bound.run is not None)
+
+
 class Recorder:
     """Copies of what modules return and read, and of the gradients of both, in the order of the computation.
 
@@ -85,7 +91,7 @@ class Recorder:
             handles.append(stage.register_forward_pre_hook(partial(self._begin, str(index))))
             handles.append(stage.register_forward_hook(lambda *_: self._present.clear()))
             for name, module in stage.named_modules():
-                if name:
+                if name and not name.startswith(spread_out(stage)):
                     handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
                     handles.append(module.register_forward_hook(partial(self._after, name)))
         watched = [(module, module.seen) for stage in stages for module in routers(stage)]

@@ -162,18 +162,18 @@ def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
     return DTYPES[precision] if added is None else added.dtype
 
 
-def choose_graphs(wanted: Switch, device: torch.device) -> bool:
+def choose_graphs(wanted: Switch, device: torch.device, plan: Plan) -> bool:
     """Return whether steps are replayed as CUDA graphs; raises UserError where that is asked for without CUDA."""
     if wanted == "on" and device.type != "cuda":
         raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
-    return device.type == "cuda" and wanted != "off"
+    return device.type == "cuda" and wanted != "off" and not plan.asks_host
 
 
 def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan, here: bool = True) -> bool:
     """Return whether to compile. A replayed step has nothing to gain: all operations between the matrices are fused
     already. `auto` leaves out cp, which gains nothing by it either (docs/long_context.md). Raises UserError where the
     recipe asks for it and it cannot work `here`; where it is only the default, say that training runs eagerly."""
-    if wanted == "auto" and (device.type != "cuda" or plan.splits_backward or plan.cp > 1 or graphs):
+    if wanted == "auto" and (device.type != "cuda" or plan.splits_backward or plan.asks_host or plan.cp > 1 or graphs):
         return False
     reason = why_no_compiler(device) if here and wanted != "off" else None
     if reason and wanted == "on":

@@ -35,6 +35,9 @@ class Plan:
 
     dp: Annotated[int | None, DEGREE] = None  # data parallel: replicas of the model; None: as the processes make
     cp: Annotated[int, DEGREE] = 1  # context parallel: ranks that each have a slice of the tokens of every sample
+    ep: Annotated[int, DEGREE] = (
+        1  # expert parallel: neighbours among the ranks of dp x cp that hold other experts each
+    )
     tp: Annotated[int, DEGREE] = 1  # tensor parallel: ranks that share every layer
     pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
     zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp x cp: 1 optimizer state, 2 and gradients, 3 and parameters
@@ -73,7 +76,17 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Ranks that compute with the same weights on other tokens: over them gradients are summed, and ZeRO cuts."""
-        return (self.dp or 1) * self.cp
+        return (self.dp or self.least_dp) * self.cp
+
+    @property
+    def least_dp(self) -> int:
+        """The fewest replicas whose ranks of data can hold the experts."""
+        return self.ep // math.gcd(self.ep, self.cp)
+
+    @property
+    def own_axes(self) -> dict[str, int]:
+        """The axes, among the ranks of data, of stacks whose matrices not all of these ranks hold."""
+        return {"ep": self.ep} if self.ep > 1 else {}
 
     @property
     def stages_of_rank(self) -> int:
@@ -87,6 +100,11 @@ class Plan:
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart from those of inputs: then blocks cannot be compiled."""
         return self.pp > 1 and self.schedule == "ZBVZeroBubble"
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether shapes in a step follow from what is computed: then it is neither captured nor compiled."""
+        return self.ep > 1
 
     @property
     def narrows_weights(self) -> bool:
@@ -113,7 +131,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The canonical name, `dp2_tp2_pp2`, without what the recipe defines by itself."""
-        degrees = ("dp", self.dp or 1), ("cp", self.cp), ("tp", self.tp), ("pp", self.pp)
+        degrees = ("dp", self.dp or 1), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp), ("pp", self.pp)
         parts = [f"{part}{n}" for part, n in degrees if n > 1]
         parts += [f"zero{self.zero}"] * (self.zero > 0) + ["sp"] * self.sequence_parallel
         if self.pp > 1 and self.schedule != "1F1B":
@@ -171,14 +189,15 @@ class ResolvedPlan(Plan):
             raise UserError(
                 f"the plan {self.name} cuts samples over cp={self.cp}, in training alone; use tp or dp here"
             )
-        return replace(self, zero=0, sequence_parallel=False)
+        return replace(self, zero=0, ep=1, sequence_parallel=False)
 
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
         check_rules(model.plan_rules, model, plan=self)
         self._validate_tensor(model, seq_length)
-        for name, wanted in (("cp", self.cp > 1), ("table", self.table)):  # what capabilities bring about, and check
+        # What capabilities bring about, and check.
+        for name, wanted in (("cp", self.cp > 1), ("ep", self.ep > 1), ("table", self.table)):
             check = seams.added("degrees").get(name) if wanted else None
             if wanted and check is None:
                 raise UserError(f"the plan has {name}, but no capability here brings it about; leave {name} out")

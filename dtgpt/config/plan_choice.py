@@ -4,9 +4,9 @@ A plan is a word because people type it, compare it, and find it in records and 
 degree, a run would have many options in place of a name.
 
 Each part of a name says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes
-that were started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline
-parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages
-per rank), `zbv`. `single` is one process. A recipe may define more plans under names of its own.
+that were started), `cp2` (context parallel), `ep2` (expert parallel), `tp2` (tensor parallel), `sp` (sequence
+parallel), `pp2` (pipeline parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved`
+or `interleaved4` (stages per rank), `zbv`. `single` is one process. A recipe may define more plans under its own names.
 
 The number of processes must be one that the plan fits. A name with alternatives, `tp8 | tp4`, or `auto`, leaves a
 choice to a capability (`dtgpt.planning`), so that a run goes on with the processes that are there.
@@ -26,6 +26,7 @@ SINGLE = "single"
 PARTS = {  # a part of a name -> the field that it sets
     r"dp([0-9]*)": "dp",
     r"cp([0-9]+)": "cp",
+    r"ep([0-9]+)": "ep",
     r"tp([0-9]+)": "tp",
     r"pp([0-9]+)": "pp",
     r"zero([0-3])": "zero",
@@ -83,7 +84,7 @@ def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
         return "a part is empty; write single, or parts such as tp2_pp2"
     if part == SINGLE or part in own:
         return f"{shown(part)} is a whole plan; use it alone"
-    known = ["dp2", "cp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
+    known = ["dp2", "cp2", "ep2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
     if re.search(r"[^A-Za-z0-9]", part) and not own:
         return f"{shown(part)} is not part of a plan; join parts by '_', as in tp2_pp2"
     near = difflib.get_close_matches(part.lower(), [*known, SINGLE, *own], n=1, cutoff=0.6)

@@ -300,7 +300,7 @@ class Recipe:
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
-        graphs, added = choose_graphs(self.graph, device), precision_of(self.precision)
+        graphs, added = choose_graphs(self.graph, device, plan), precision_of(self.precision)
         if added is not None and here:
             added.check_device(device)
         made = Settings(

@@ -119,6 +119,15 @@ PLAN_RULES: Rules = (
         Is("compile", "==", "on"),
         Given("plan.splits_backward"),
     ),
+    *(
+        Rule(
+            f"{option}=on, but under {{plan.name}} the host reads in each step how many rows go to which experts; use "
+            f"--{option} off, or a plan without ep",
+            Is(option, "==", "on"),
+            Given("plan.asks_host"),
+        )
+        for option in ("graph", "compile")
+    ),
 )
 
 # Of `Settings`.

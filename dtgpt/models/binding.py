@@ -53,6 +53,7 @@ class Binding(NamedTuple):
     loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens
     # Of the output layer, or a stack: makes its weight, or its biases, of the parameter.
     through: Callable[[Tensor], Tensor] | None = None
+    use: Callable[[nn.Parameter], Tensor] | None = None  # of a stack: what it computes with in place of a parameter
     sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 

@@ -46,6 +46,8 @@ from dtgpt.util.torch_private import unmark_attention
 
 # What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from dtgpt.parallel.tensor import Table
 
 
@@ -93,7 +95,7 @@ def build_stages(
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)  # not before all is cut: the whole model may be larger than the device
-        if settings.plan.zero and sums and not settings.freezes_weights:
+        if settings.plan.zero and sums and not settings.freezes_weights and not settings.plan.own_axes:
             gathered |= transport().open_shards(stage, mesh, settings.dtype, sums.pushed_dtype)
     shards = Shards(stages, mesh, masters, gathered, sums, settings.dtype)
     if settings.freezes_weights:
@@ -172,26 +174,26 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
 
 
 def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Wrap each block, then the whole part. Weights are all-gathered in `dtype`, in which they compute; gradients are
-    reduce-scattered in fp32. What is not in a block stays whole from the forward pass on, also by ZeRO-3: backward
-    begins with the head."""
+    """Wrap each block, then the whole part. What is not in a block stays whole from the forward pass on, also by
+    ZeRO-3: backward begins with the head."""
+    for module in (*part.blocks.values(), part):
+        shard_module(module, mesh.devices["shard"], dtype, mesh.plan.reshards and module is not part)
+
+
+def shard_module(module: nn.Module, ranks: "DeviceMesh", dtype: torch.dtype, reshards: bool) -> None:
+    """Wrap a module but for what is wrapped in it. Weights are all-gathered in `dtype`, in which they compute;
+    gradients are reduce-scattered in fp32. reshards: whether weights are freed between forward and backward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    plan, policy = mesh.plan, MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Torch warns of writing in place into what a wrapped module returns; nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for module in (*part.blocks.values(), part):
-        sharded = fully_shard(
-            module,
-            mesh=mesh.devices["shard"],
-            mp_policy=policy,
-            reshard_after_forward=plan.reshards and module is not part,  # backward needs the ends at once
-        )
-        # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    sharded = fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshards)
+    # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
 
 
 def compile_forward(part: Decoder, whole: bool) -> None:

@@ -23,7 +23,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
 from dtgpt.parallel.collectives import FlatSum, flat_length, transport
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, own_axes_of
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
 
@@ -81,7 +81,7 @@ class Sums:
 
 
 class Buckets(Sums):
-    """A bucket for each block of this rank's stages and one for the ends of each."""
+    """A bucket for each of the `parameter_groups` of this rank's stages."""
 
     hooks = True  # whether backward hands in each gradient
 
@@ -91,18 +91,27 @@ class Buckets(Sums):
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
         """Make the buckets. A schedule that cuts backward in two calls no hooks, and sums the micro-batches itself."""
-        narrow = self.settings.plan.narrows_weights and self.settings.dtype.itemsize == 2
-        self.hooks, group = not self.settings.plan.splits_backward, mesh.replicate_group
-        parts = [part for stage in stages for part in parameter_groups(stage)]
-        wires = [_wire(part, group) for part in parts]
-        sums = transport().open_sums(mesh, group, wires) if narrow and group else None
-        if sums is None:
-            device = _locals(parts[0])[0].device
-            flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
-            kind = next(iter(seams.listed("flat_sums")), FlatSum)
-            sums = [(kind if group and x.dtype != torch.float32 else FlatSum)(x, group) for x in flats]
+        self.hooks = not self.settings.plan.splits_backward
         passes = self.settings.micro_batches if self.hooks else 1
-        self.all = [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
+        by_group: dict[dist.ProcessGroup | None, list[list[nn.Parameter]]] = {}  # of the ranks that hold the same
+        for _, part in (each for stage in stages for each in parameter_groups(stage)):
+            by_group.setdefault(mesh.group_of(part[0], "replicate"), []).append(part)
+        for group, parts in by_group.items():
+            sums = self._open_sums(mesh, group, parts)
+            self.all += [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
+
+    def _open_sums(
+        self, mesh: Mesh, group: dist.ProcessGroup | None, parts: list[list[nn.Parameter]]
+    ) -> Sequence[FlatSum]:
+        """Return what sums the flat gradients of some parameters over the ranks of a group."""
+        wires = [_wire(part, group) for part in parts]
+        narrow = self.settings.plan.narrows_weights and self.settings.dtype.itemsize == 2
+        if narrow and group and (sums := transport().open_sums(mesh, group, wires)) is not None:
+            return sums
+        device = _locals(parts[0])[0].device
+        flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
+        kind = next(iter(seams.listed("flat_sums")), FlatSum)
+        return [(kind if group and x.dtype != torch.float32 else FlatSum)(x, group) for x in flats]
 
     def expect(self, passes: int) -> None:
         for bucket in self.all:
@@ -199,12 +208,21 @@ def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
-def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of each block, and those around the blocks, each tensor once."""
-    blocks = [[p for p in block.parameters() if p.requires_grad] for block in stage.blocks.values()]
-    inside = {id(p) for block in blocks for p in block}
-    ends = [p for p in stage.parameters() if p.requires_grad and id(p) not in inside]
-    return [part for part in [*blocks, ends] if part]
+def parameter_groups(stage: Decoder) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Return (module, trained parameters) of each block, and of the stage for those around the blocks, each tensor
+    once; before those of a block, of each module in it whose parameters other ranks share than the rest."""
+    modules = [m for block in stage.blocks.values() for m in (*filter(_lies_apart, block.modules()), block)]
+    found, seen = [], set[int]()
+    for module in (*modules, stage):
+        part = [p for p in module.parameters() if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, part))
+        found += [(module, part)] if part else []
+    return found
+
+
+def _lies_apart(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and all(map(own_axes_of, parameters))
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.parallel.layout import axes_of
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, sentence_of
-from dtgpt.util.torch_private import default_store, set_group_timeout
+from dtgpt.util.torch_private import default_store, is_dtensor, set_group_timeout
 
 Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp x cp is replicate x shard
@@ -90,6 +91,15 @@ class RankCoordinates:
         return self.rank + (pp - self.pp) * self.plan.ranks_of_stage
 
 
+def own_axes_of(parameter: Tensor) -> dict[str, int]:
+    """Return axis -> ranks of the axes of its own that a parameter of the finished model has."""
+    if not is_dtensor(parameter):
+        return {}
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return {axis: ranks for axis, ranks in zip(names, mesh.shape, strict=True) if axis not in DIMENSIONS}
+
+
 class Mesh:
     """The processes of a run. With one process there is no process group, and every method is the identity."""
 
@@ -101,21 +111,36 @@ class Mesh:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = RankCoordinates(plan, self.rank)
         self.devices: DeviceMesh  # of several processes
+        self.own_devices: DeviceMesh | None = None  # the same with the plan's `own_axes`; None: it has none
         self.tp_group = self.pp_group = self.replicate_group = self.cp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._timeout: timedelta | None = None
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
         self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
-            shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
-            kind = "cpu" if device.type == "meta" else device.type  # tensors without memory have no mesh of their own
-            self.devices = init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
+            self.devices = self._grid({})
+            if plan.own_axes:
+                self.own_devices = self._grid(plan.own_axes)
+                self._groups = self.own_devices.get_all_groups()
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.replicate_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
-            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
+            self._groups += self.devices.get_all_groups()
             self.cp_group = seams.first("cp_groups", "no capability here cuts samples")(self) if plan.cp > 1 else None
             self.tied_group = self._make_tied_group()
+
+    def _grid(self, own: dict[str, int]) -> DeviceMesh:
+        axes = {"pp": self.plan.pp, **axes_of(self.plan, own)}
+        kind = "cpu" if self.device.type == "meta" else self.device.type  # tensors without memory have no mesh
+        return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def group_of(self, parameter: Tensor, axis: str) -> dist.ProcessGroup | None:
+        """Return this rank's group along an axis of the mesh in which a parameter lies; None where it is alone."""
+        if self.world == 1:
+            return None
+        own = self.own_devices if own_axes_of(parameter) else None
+        group = (own or self.devices).get_group(axis)
+        return group if group.size() > 1 else None
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage

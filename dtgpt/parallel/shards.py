@@ -20,7 +20,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.layout import ZERO, ParameterLayout, Region, axes_of, chunk
-from dtgpt.parallel.mesh import DIMENSIONS, Mesh
+from dtgpt.parallel.mesh import Mesh, own_axes_of
 from dtgpt.util.torch_private import is_dtensor
 
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -202,12 +202,9 @@ def _sums_over_tp(stage: Decoder) -> set[str]:
 
 def layout_of(parameter: nn.Parameter, plan: ResolvedPlan) -> ParameterLayout:
     """Return the layout of a parameter of the finished model, as its placements say."""
-    cuts, own = dict(ZERO), {}
+    cuts = dict(ZERO)
     if is_dtensor(parameter):
-        mesh = parameter.device_mesh
-        for axis, ranks, cut in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
-            if axis not in DIMENSIONS:
-                own[axis] = ranks
+        for axis, cut in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if axis != "shard" and cut.is_shard():
                 cuts[axis] = cast(Any, cut).dim
-    return ParameterLayout(tuple(parameter.shape), axes_of(plan, own), cuts)
+    return ParameterLayout(tuple(parameter.shape), axes_of(plan, own_axes_of(parameter)), cuts)

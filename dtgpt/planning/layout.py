@@ -6,7 +6,7 @@ from typing import Any
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
-from dtgpt.parallel.layout import ZERO, ParameterLayout, axes_of
+from dtgpt.parallel.layout import ZERO, ParameterLayout, axes_of, own_cuts
 
 
 class Layout:
@@ -14,7 +14,7 @@ class Layout:
 
     def __init__(self, config: ModelConfig, plan: ResolvedPlan, table: Mapping[str, Any] | None = None):
         """table: styles of tensor parallelism; None: those of the plan."""
-        self.config, self.plan, self.axes = config, plan, axes_of(plan)
+        self.config, self.plan = config, plan
         self._table = table
         if plan.tp > 1 and not table:
             from dtgpt.parallel.tensor import make_table  # DTensor, which no other plan needs
@@ -35,8 +35,10 @@ class Layout:
         return self._known[key]
 
     def _make(self, parameter: Parameter) -> ParameterLayout:
+        own = own_cuts(self.plan, parameter.role)
+        axes, cuts = axes_of(self.plan, {axis: self.plan.own_axes[axis] for axis in own}), {**ZERO, **own}
         if self.plan.tp == 1:
-            return ParameterLayout(parameter.shape, self.axes, ZERO)
+            return ParameterLayout(parameter.shape, axes, cuts)
         from dtgpt.parallel.local_weights.dims import dims_of
         from dtgpt.parallel.tensor import style_of
 
@@ -45,8 +47,8 @@ class Layout:
         dim = dims_of(style).get(kind)
         return ParameterLayout(
             shape=parameter.shape,
-            axes=self.axes,
-            cuts=ZERO if dim is None else {**ZERO, "tp": dim},
+            axes=axes,
+            cuts=cuts if dim is None else {**cuts, "tp": dim},
             sums_over=("tp",) if kind in getattr(style, "sums_over_tp", ()) else (),
             style=style,
         )

@@ -106,6 +106,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
         + (f"cp {plan.cp} x " if plan.cp > 1 else "")
         + f"tp {plan.tp}, tp fastest"
+        + (f"; experts of a block on {plan.ep} of dp x cp" if plan.ep > 1 else "")
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
         f"batch   {counted(settings.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
@@ -175,7 +176,8 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
-    axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
+    some = [axis for axis in ("cp", "ep") if any(getattr(case.settings.plan, axis) > 1 for case in cases)]
+    axes = [*some, "tp", "dp", "pp"]
     step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * timed]]
     for case, most in zip(cases, memories, strict=True):
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]

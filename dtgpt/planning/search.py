@@ -10,6 +10,7 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.gpus import Gpu, Rates
@@ -62,7 +63,7 @@ class Candidate:
 class Ranking:
     """What a search found."""
 
-    fitting: list[Candidate]  # the fastest first, of each division into dp, cp, tp, pp and ZeRO the fastest
+    fitting: list[Candidate]  # the fastest first, of each division into dp, cp, ep, tp, pp and ZeRO the fastest
     too_large: list[Candidate]  # that would be faster than the first of these, by their operations alone
 
     @property
@@ -156,7 +157,7 @@ def _spent(time: StepTime) -> dict[str, float]:
 
 
 def _division(plan: ResolvedPlan) -> tuple[int, ...]:
-    return plan.dp, plan.cp, plan.tp, plan.pp, plan.zero
+    return plan.dp, plan.cp, plan.ep, plan.tp, plan.pp, plan.zero
 
 
 def _fullest_of_some(settings: Settings) -> Memory:
@@ -222,19 +223,24 @@ def _divisions(
                 sp = tp > 1 and seq_length % (tp * cp) == 0
                 plan = ResolvedPlan(dp=world // (tp * cp * pp), cp=cp, tp=tp, pp=pp, sequence_parallel=sp)
                 several = plan.data_ranks > 1
+                experts = model.num_experts if isinstance(model, ExpertsConfig) else 1
+                spread = [replace(plan, ep=n) for n in divisors(math.gcd(experts, plan.data_ranks))]
                 if pp == 1:
-                    yield plan, [("1F1B", None)], [0, 1, 2, 3] if several else [0]
+                    yield from ((each, [("1F1B", None)], [0, 1, 2, 3] if several else [0]) for each in spread)
                     continue
                 most = min(MOST_STAGES, model.num_layers // pp)
                 interleaved: list[tuple[Schedule, int | None]] = [("Interleaved1F1B", n) for n in range(2, most + 1)]
-                yield plan, [("1F1B", None), *interleaved, ("GPipe", None)], [0, 1] if several else [0]
+                schedules: list[tuple[Schedule, int | None]] = [("1F1B", None), *interleaved, ("GPipe", None)]
+                yield from ((each, schedules, [0, 1] if several else [0]) for each in spread)
 
 
 def _may_fit(settings: Settings, size: float) -> bool:
     """Return whether a rank of average size may fit: fp32 weights, and what the blocks of a stage keep at the least."""
     plan, model = settings.plan, settings.model
     weights = (
-        0.0 if settings.freezes_weights else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * plan.shard)
+        0.0
+        if settings.freezes_weights
+        else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * max(plan.shard, plan.ep))
     )
     in_flight = min(plan.pp, settings.micro_batches)
     kept = 1.0 if settings.repeats_blocks else 6 / (1 if plan.sequence_parallel else plan.tp)

@@ -13,7 +13,7 @@ from dtgpt.planning.gpus import Rates
 from dtgpt.planning.operation_time import START, Operations, Passes, Work
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import costs_of
-from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective, collectives_of
+from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective, collectives_of, ranks_over
 
 LATENCY = 10e-6  # seconds of a message by copy engines within a host, with its flag; not measured apart
 NETWORK_LATENCY, HOP = 20e-6, 5e-6  # seconds of one between hosts, and of each further host of a ring; not measured
@@ -35,7 +35,7 @@ class StepTime:
     work: Work  # operations of all micro-batches, without what is computed again
     again: float  # recomputation
     optimizer: float  # update and norm of the gradient
-    messages: dict[str, float]  # over cp, tp, dp and pp: what is not hidden
+    messages: dict[str, float]  # over cp, ep, tp, dp and pp: what is not hidden
     bubble: float  # the rank waits for other stages
     host: float  # the GPU waits for the host
 
@@ -48,12 +48,12 @@ def step_time(settings: Settings, rates: Rates) -> StepTime:
     """Return the time of a training step."""
     plan, passes, stages = settings.plan, settings.micro_batches, _Stages(settings, rates)
     sent = {pp: collectives_of(settings, pp * plan.ranks_of_stage) for pp in stages.examples}
-    inside = {pp: seconds_over(("tp", "cp"), sent[pp], settings, rates) / passes for pp in sent}
+    inside = {pp: seconds_over(("tp", "cp", "ep"), sent[pp], settings, rates) / passes for pp in sent}
     micro = [stages.seconds(pp) + inside[stages.like(pp)] for pp in range(plan.pp)]
     slowest = micro.index(max(micro))
     example = stages.like(slowest)
     trained = Rank(settings, example * plan.ranks_of_stage).trained
-    messages = {over: seconds_over((over,), sent[example], settings, rates) for over in ("cp", "tp", "pp")}
+    messages = {over: seconds_over((over,), sent[example], settings, rates) for over in ("cp", "ep", "tp", "pp")}
     messages["dp"] = over_replicas(sent[example], settings, rates, stages.passes(slowest), trained)
     one, again = stages.work(slowest)
     summed = 10 * sum(p.by_tp for p in trained) / rates.memory  # gradients of a micro-batch added, in fp32
@@ -78,8 +78,8 @@ def message_seconds(c: Collective, settings: Settings, rates: Rates) -> float:
     """Return the seconds of all messages of a kind, one after the other, as rings and copy engines send them. Ranks of
     a host reach each other by NVLink; of a group over several hosts, those of a host share its network adapters."""
     plan = settings.plan
-    stride = {"tp": 1, "cp": plan.tp, "dp": plan.tp, "pp": plan.ranks_of_stage}[c.over]
-    ranks = {"tp": plan.tp, "cp": plan.cp, "dp": plan.data_ranks, "pp": 2}[c.over]
+    stride = {"tp": 1, "pp": plan.ranks_of_stage}.get(c.over, plan.tp * c.apart)
+    ranks = ranks_over(c, plan)
     share = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
     if stride * (2 if c.over == "pp" else ranks) <= GPUS_OF_HOST:
         if c.over == "tp":

@@ -21,10 +21,11 @@ class Collective:
     """One kind of message of one rank in a step."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send
-    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, tp, pp
+    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, ep, tp, pp
     what: str
     count: int
     bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
+    apart: int = 1  # neighbours among these ranks that have other tensors, and take part in other messages
 
 
 def costs_of(settings: Settings) -> "Costs":
@@ -40,7 +41,8 @@ def costs_of(settings: Settings) -> "Costs":
 def is_pushed(settings: Settings) -> bool:
     """Return whether a plan may expect that a faster transport gathers and scatters what ZeRO cuts."""
     plan = settings.plan
-    return not settings.freezes_weights and plan.shard > 1 and transport().reaches(plan.shard, plan.tp)
+    alike = not settings.freezes_weights and not plan.own_axes  # all that ZeRO cuts is cut over the same ranks
+    return alike and plan.shard > 1 and transport().reaches(plan.shard, plan.tp)
 
 
 class Costs:
@@ -102,12 +104,18 @@ class BucketCosts(Costs):
     def bytes_of(self, parameters: Parameters) -> int:
         settings, plan = self.settings, self.settings.plan
         if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-            copied = settings.device.type == "cuda" and transport().reaches(plan.data_ranks, plan.tp)
-            received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
-            width = (1 + received) * settings.dtype.itemsize + (4 if settings.micro_batches > 1 else 0)
-            return round(width * sum(p.by_tp for p in parameters))
+            return round(sum(self._width_of(p.layout.axes["replicate"], p.layout.apart) * p.by_tp for p in parameters))
         # A schedule that cuts backward in two has those of all passes on the parameters, too.
         return (2 if plan.splits_backward else 1) * super().bytes_of(parameters)
+
+    def _width_of(self, replicas: int, apart: int) -> float:
+        """Return the bytes of a 16-bit gradient that so many ranks sum, of which neighbours are `apart`."""
+        settings = self.settings
+        if replicas == 1:
+            return 4.0
+        copied = settings.device.type == "cuda" and transport().reaches(replicas, settings.plan.tp * apart)
+        received = 1 - copied / replicas  # copy engines do not bring a rank what it has itself
+        return (1 + received) * settings.dtype.itemsize + (4 if settings.micro_batches > 1 else 0)
 
     def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
         size = self.width * sum(p.by_tp for p in parameters)
@@ -132,9 +140,11 @@ class ExactCosts(BucketCosts):
         """Return the bytes of gradients in fp32, of what travels to be rounded, or of the integers: those of all that a
         rank computes with, where several micro-batches are summed before they are sent, and under ZeRO its part's."""
         plan, total = self.settings.plan, 4 * sum(p.local for p in parameters)
+        apart, together = ([p for p in parameters if (p.layout.apart > 1) is own] for own in (True, False))
+        total += 8 * sum(p.by_tp + (p.local if p.layout.axes["shard"] > 1 else 0) for p in apart)
         if self.sums.rounds:
-            return total + (0 if plan.zero else self._bytes_to_sum(parameters))
-        numbers = sum((0 if self.cuts else p.by_tp) + (p.local if plan.shard > 1 else 0) for p in parameters)
+            return total + (0 if plan.zero else self._bytes_to_sum(together))
+        numbers = sum((0 if self.cuts else p.by_tp) + (p.local if plan.shard > 1 else 0) for p in together)
         return total + self.total_width * numbers
 
     def bytes_at_once(self, parameters: Parameters) -> int:
@@ -147,7 +157,7 @@ class ExactCosts(BucketCosts):
             return 0
         sizes = Counter[int | None]()
         for p in parameters:
-            sizes[p.block] += p.by_tp
+            sizes[p.block] += p.by_tp if p.layout.apart == 1 else 0
         largest = max(sizes.values())
         if not (self.cuts or self.sums.rounds):
             return largest * self.total_width if plan.zero else 0
@@ -158,10 +168,10 @@ class ExactCosts(BucketCosts):
 
     def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
         plan, passes = self.settings.plan, self.settings.micro_batches
-        whole = sum(p.by_tp for p in parameters)
-        if plan.zero and not self.cuts:
+        whole, apart = sum(p.by_tp for p in parameters), any(p.layout.apart > 1 for p in parameters)
+        if plan.zero and (apart or not self.cuts):
             return [Collective("reduce-scatter", "dp", f"gradients, {self.words}", groups, self.total_width * whole)]
-        if not (plan.zero or self.sums.rounds):
+        if apart or not (plan.zero or self.sums.rounds):
             return [Collective("all-reduce", "dp", f"gradients, {self.words}", groups, self.total_width * whole)]
         size = self._bytes_to_sum(parameters) * passes
         pieces = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, size)

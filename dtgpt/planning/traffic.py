@@ -1,10 +1,12 @@
 """The messages between the ranks of a plan in one optimizer step, and the idle time of a pipeline."""
 
 import math
+from dataclasses import replace
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
@@ -18,21 +20,26 @@ MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
 def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
-    """Return the bytes that `rank` sends in one step over cp, tp, dp and pp, by ring algorithms (Patarasuk and Yuan
+    """Return the bytes that `rank` sends in one step over cp, ep, tp, dp and pp, by ring algorithms (Patarasuk and Yuan
     2009): of k ranks, each sends (k - 1) / k of a tensor to gather, scatter or exchange it, and twice that to
     all-reduce it."""
-    plan, total = settings.plan, {"cp": 0.0, "tp": 0.0, "dp": 0.0, "pp": 0.0}
+    total = dict.fromkeys(("cp", "ep", "tp", "dp", "pp"), 0.0)
     for c in collectives_of(settings, rank):
-        ranks = {"cp": plan.cp, "tp": plan.tp, "dp": plan.data_ranks, "pp": 2}[c.over]
+        ranks = ranks_over(c, settings.plan)
         fraction = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
         total[c.over] += fraction * c.bytes
     return total
 
 
+def ranks_over(c: Collective, plan: Plan) -> int:
+    """Return how many ranks take part in a message."""
+    return {"cp": plan.cp, "ep": plan.ep, "tp": plan.tp, "dp": plan.data_ranks // c.apart, "pp": 2}[c.over]
+
+
 def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     here = Rank(settings, rank)
-    found = _over_cp(here) + _over_tp(here) + _over_dp(here) + _over_pp(here) + _of_optimizer(here)
+    found = _over_cp(here) + _over_ep(here) + _over_tp(here) + _over_dp(here) + _over_pp(here) + _of_optimizer(here)
     return [c for c in found if c.count]
 
 
@@ -55,6 +62,19 @@ def _over_cp(here: Rank) -> list[Collective]:
             count += passes * (2 if copies == 1 else 3)
             size += passes * settings.dtype.itemsize * tokens * columns
     return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
+
+
+def _over_ep(here: Rank) -> list[Collective]:
+    """Return the exchange of rows with the ranks that hold their experts, there and back, and of their gradients."""
+    settings, plan, config = here.settings, here.settings.plan, here.settings.model
+    if plan.ep == 1 or not isinstance(config, ExpertsConfig):
+        return []
+    repeated, passes = _repeated(settings), settings.micro_batches
+    mixtures = [block for block in here.blocks if config.has_experts(block)]
+    count = sum(2 * passes * (3 if block in repeated else 2) for block in mixtures)
+    size = count * config.experts_per_token * whole_bytes(settings)
+    what = f"rows of experts, at even loads; a rank gets up to {plan.ep} times as many"
+    return [Collective("all-to-all", "ep", what, count, size)]
 
 
 def _over_tp(here: Rank) -> list[Collective]:
@@ -133,17 +153,28 @@ def _kinds(partial: list[LocalParameter]) -> str:
 
 
 def _over_dp(here: Rank) -> list[Collective]:
+    """Return the messages between ranks that hold the same parameters, or ZeRO's parts of them."""
+    by_distance = sorted({p.layout.apart for p in here.parameters})
+    return [
+        replace(c, apart=apart, what=c.what if apart == 1 else f"{c.what}, of experts")
+        for apart in by_distance
+        if here.settings.plan.data_ranks > apart
+        for c in _of_replicas(here, apart)
+    ]
+
+
+def _of_replicas(here: Rank, apart: int) -> list[Collective]:
+    """Return the messages of the parameters that every `apart`-th rank of data holds."""
     settings, plan, passes = here.settings, here.settings.plan, here.settings.micro_batches
-    if plan.data_ranks == 1:
-        return []
+    parameters, trained = ([p for p in own if p.layout.apart == apart] for own in (here.parameters, here.trained))
     ends = sum(stage in (0, plan.num_stages - 1) for stage in here.place.stages)
-    ends = 0 if settings.freezes_weights and plan.zero == 0 else ends  # where nothing is trained
-    blocks = len(here.blocks)
+    ends = 0 if apart > 1 or (settings.freezes_weights and plan.zero == 0) else ends  # where nothing is trained
+    blocks = len({p.block for p in parameters if p.block is not None})
     groups = blocks + ends  # each block, and the rest of a stage
-    sums = here.sums.messages(here.trained, groups)
+    sums = here.sums.messages(trained, groups)
     if plan.zero == 0:
         return sums
-    gathered = [*here.parameters, *here.trained] if settings.freezes_weights else here.parameters
+    gathered = [*parameters, *trained] if settings.freezes_weights else parameters
     in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     once, again = (passes, passes) if plan.reshards else (1, 0)  # again: blocks, in backward
     size = settings.dtype.itemsize * (sum(p.by_tp for p in gathered) * once + in_blocks * again)
@@ -154,12 +185,14 @@ def _of_optimizer(here: Rank) -> list[Collective]:
     """Return what the ranks of a stage send on average where the optimizer needs whole matrices: each matrix to its
     owner, from one rank for each part, and back to all that hold it."""
     settings, plan, optimizer = here.settings, here.settings.plan, here.settings.optimizer
-    ranks, parts = plan.ranks_of_stage, plan.shard * plan.tp
+    ranks = plan.ranks_of_stage
     if optimizer is None or ranks == 1:
         return []
     matrices = [p for p in here.trained if optimizer.needs_whole(p.shape, p.role)]
-    copies = (1 - 1 / parts) + (plan.replicate - 1 / parts)
-    size = settings.dtype.itemsize * sum(math.prod(p.shape) for p in matrices) * copies / ranks
+    size = 0.0
+    for p in matrices:
+        replicas = p.layout.axes["replicate"]
+        size += settings.dtype.itemsize * math.prod(p.shape) * (1 + replicas - 2 * replicas / ranks) / ranks
     return [Collective("send", "dp" if plan.data_ranks > 1 else "tp", MATRICES_TRAVEL, len(matrices), round(size))]
 
 

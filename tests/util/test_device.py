@@ -149,6 +149,7 @@ def test_on_cuda_steps_are_replayed_or_else_compiled(recipe, graph, compile, gra
 
 
 def test_graphs_on_a_cpu_are_refused_where_they_were_asked_for(recipe):
-    assert not choose_graphs("auto", CPU) and not choose_graphs("off", CPU)
+    plan = ResolvedPlan(dp=1)
+    assert not choose_graphs("auto", CPU, plan) and not choose_graphs("off", CPU, plan)
     with pytest.raises(UserError, match=r"^graph=on, but .* need a CUDA device; use --graph auto, or --device cuda"):
         replace(recipe, graph="on").settings(ResolvedPlan(dp=1), CPU)

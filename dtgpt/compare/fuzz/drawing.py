@@ -64,6 +64,10 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
         both = [_plan(Draws(seed, index, "first "), ranks, plans)]
     both.append(plan)
     fitting = [name for name, model in MODELS.items() if careless or _takes(model, both)]
+    if not fitting:  # none whose experts could be spread under the rest of the plans
+        both = [replace(each, ep=1) for each in both]
+        plan = both[-1]
+        fitting = [name for name, model in MODELS.items() if _takes(model, both)]
     architecture = draws.pick("architecture", fitting)
     stages = max(each.num_stages for each in both)
     layers = draws.between("layers", 1, 4) if careless else stages + draws.below("more layers", 3)
@@ -92,6 +96,9 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
 
 def _takes(model: ModelConfig, plans: Sequence[Plan]) -> bool:
     """Return whether a model of this class can have the plans."""
+    spread = any(plan.ep > 1 for plan in plans)
+    if spread and not isinstance(model, ExpertsConfig):
+        return False
     return not any(list(broken(model.plan_rules, model, plan=plan)) for plan in plans)
 
 
@@ -125,6 +132,9 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
     cp = 1
     if dp > 1 and draws.chance("context parallel", 2):  # these replicas share their samples, or some of them do
         cp = draws.pick("slices", [n for n in divisors(dp) if n > 1])
+    ep = 1
+    if dp > 1 and draws.chance("expert parallel", 4):
+        ep = draws.pick("ranks of different experts", [n for n in divisors(dp) if n > 1])
     zero = draws.pick("zero", (0, 0, 1, 2, 3)) if dp > 1 else 0
     sequence = tp > 1 and draws.chance("sequence parallel", 2)
     options: dict[str, Any] = {}
@@ -132,7 +142,7 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
         word = draws.pick("schedule", list(SCHEDULES))
         stages = draws.pick("stages per rank", (2, 2, 3)) if word == "interleaved" else None
         options = {"schedule": SCHEDULES[word], "stages_per_rank": stages}
-    return Plan(dp=dp // cp, cp=cp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
+    return Plan(dp=dp // cp, cp=cp, ep=ep, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
 
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
@@ -155,7 +165,8 @@ def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: boo
         sizes["window"] = draws.pick("window", (0, 1, 3, 5, 11))
         sizes["window_pattern"] = draws.pick("blocks with a window", ("L", "LG", "GL", "LLG"))
     if isinstance(blank, ExpertsConfig) and (careless or _takes(replace(blank, num_experts=2), plans)):
-        sizes["num_experts"] = draws.between("experts", 1, 7)
+        spread = math.lcm(*(plan.ep for plan in plans))
+        sizes["num_experts"] = spread * draws.between("experts", 1, 7 if spread == 1 else 3)
         sizes["experts_per_token"] = draws.between("experts of a token", 1, min(4, sizes["num_experts"]))
     if isinstance(blank, OlmoeConfig):
         sizes["normalise_weights"] = draws.chance("weights that add up to 1", 2)

@@ -114,7 +114,7 @@ def _smaller(plan: Plan) -> list[dict[str, Any]]:
     dp = plan.dp or 1
     smaller: list[dict[str, Any]] = [{"pp": n, "schedule": "1F1B", "stages_per_rank": None} for n in range(1, plan.pp)]
     smaller += [{"tp": n} if n > 1 else {"tp": 1, "sequence_parallel": False} for n in range(1, plan.tp)]
-    smaller += [{"cp": n} for n in range(1, plan.cp)]
+    smaller += [{"cp": n} for n in range(1, plan.cp)] + [{"ep": n} for n in range(1, plan.ep)]
     smaller += [{"dp": n} if n > 1 or plan.cp > 1 else {"dp": 1, "zero": 0} for n in range(1, dp)]
     smaller += [{"zero": n} for n in range(plan.zero)]
     smaller += [{"sequence_parallel": False}] * plan.sequence_parallel

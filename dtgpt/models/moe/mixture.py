@@ -92,15 +92,21 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert."""
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        bias = None if self.bias is None else self._held(self.bias, x)
         if bias is not None and self.bound.through is not None:
             bias = self.bound.through(bias)
-        return grouped_linear(x, local(self.weight).to(x.dtype), bias, ends)
+        return grouped_linear(x, self._held(self.weight, x), bias, ends)
+
+    def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
+        """Return what this rank has of a parameter, in the type of x."""
+        return local(self.bound.use(parameter) if self.bound.use else parameter).to(x.dtype)
 
 
 class Experts(nn.Module):
     """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
     choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
+
+    bound: Binding = PLAIN  # `run` in place of `products`, for experts of which a rank has some
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -112,9 +118,12 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         tokens = x.flatten(0, -2)
         order = sorted_rows(choice.experts.flatten(0, -2), self.count)
-        rows = self.activation(self.gate_up(gathered(tokens, order), order.ends))
-        made = self.down(rows, order.ends)
+        made = (self.bound.run or self.products)(gathered(tokens, order), order.ends)
         return summed(made, choice.weights.flatten(0, -2), order).view_as(x)
+
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert."""
+        return self.down(self.activation(self.gate_up(rows, ends)), ends)
 
 
 class Shared(nn.Module):

@@ -74,9 +74,9 @@ class Matrices:
         self._group = stage_group(mesh)
         self._dtype, self._device = dtype, mesh.device
         self._regions: dict[tuple[int, int], Region] = {}  # by shard and rank
-        self._parts_travel = plan.shard * plan.tp > 1
         self._shards = {shard.index: shard for shard in chosen}
         self._layouts = {shard.index: layout_of(shard.parameter, plan) for shard in chosen}
+        self._parts_travel = any(layout.replicas < len(self._ranks) for layout in self._layouts.values())
         owners = owners_of(costs, len(self._ranks))
         self._owner = {shard.index: owner for shard, owner in zip(chosen, owners, strict=True)}
         sizes = [shard.parameter.numel() for shard in chosen]

@@ -13,7 +13,7 @@ from dtgpt.ops.optim.fixed_point import FixedPointSum, Range, add_integers, add_
 from dtgpt.parallel.collectives import ALIGNED
 from dtgpt.parallel.gradients import call_on_gradients, local_gradient, local_part
 from dtgpt.parallel.layout import chunk
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, own_axes_of
 from dtgpt.parallel.shared_memory.arena import aligned
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.shared_memory.regions import region_of_tp
@@ -29,12 +29,14 @@ class ExactBucket(ABC):
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         """table: the parameter that has two gradients; None: there is none."""
         self.parameters = sorted(parameters, key=lambda p: p is table)
-        self.passes, self.ranks, self.tied = settings.micro_batches, mesh.plan.shard, table is not None
+        shared = mesh.group_of(parameters[0], "shard")
+        self.ranks, place = (1, 0) if shared is None else (shared.size(), shared.rank())
+        self.passes, self.tied = settings.micro_batches, table is not None
         self.shapes = [tuple(map(len, region_of_tp(p, mesh.place))) for p in self.parameters]  # before ZeRO
         self.parts = [-(-rows // self.ranks) * math.prod(rest) for rows, *rest in self.shapes]  # elements of each rank
         self.range = Range.of(settings.dtype, settings.micro_batches * mesh.plan.ranks_of_stage)
         self.done = 0
-        self._kept = [(len(chunk(range(rows), self.ranks, mesh.place.shard)), *rest) for rows, *rest in self.shapes]
+        self._kept = [(len(chunk(range(rows), self.ranks, place)), *rest) for rows, *rest in self.shapes]
         self._computing: list[nn.Parameter] = []  # what the modules compute with
         self._arrived = 0
         self._diverted: Tensor | None = None  # the head's gradient of a tied table
@@ -97,7 +99,7 @@ class SummedBucket(ExactBucket):
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         super().__init__(parameters, mesh, settings, table)
-        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.replicate_group
+        self._group = mesh.group_of(parameters[0], "shard" if self.ranks > 1 else "replicate")
         self.flat = torch.zeros(sum(self.parts) + 1, dtype=torch.int64, device=mesh.device)
         self.sums, self._local = self._cut(self.flat), self.flat
         if self.ranks > 1:
@@ -112,9 +114,7 @@ class SummedBucket(ExactBucket):
     def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
         if self.done == 1:
             self._local[-1].zero_()
-        self._sum.add(gradients, first=self.done == 1)
-        if second is not None and self._second is not None:
-            self._second.add([second])
+        self._add(gradients, second)
         if self.done < self.passes or self._group is None:
             return
         if self.ranks == 1:
@@ -124,12 +124,41 @@ class SummedBucket(ExactBucket):
             whole = torch.cat([*self._by_rank, counts], dim=1).flatten()
             self._work = reduce_scatter_single(self.flat, whole, self._group, async_op=True)
 
+    def _add(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        self._sum.add(gradients, first=self.done == 1)
+        if second is not None and self._second is not None:
+            self._second.add([second])
+
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
 
     def unit(self) -> Tensor:
         return self._unit_of(self.flat[-1])
+
+
+class ApartBucket(SummedBucket):
+    """Gradients of parameters with axes of their own, which compute the tokens of all ranks along these axes, those of
+    each rank by a use of its own: a use adds what the micro-batch of that rank adds on one process."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings):
+        super().__init__(parameters, mesh, settings, None)
+        self._uses = math.prod(own_axes_of(parameters[0]).values())
+        self._kept_addends: dict[nn.Parameter, list[Tensor]] = {}
+
+    def divert_use(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Keep the gradient of one use, and return None; of the last one of a pass return it."""
+        kept = self._kept_addends.setdefault(parameter, [])
+        if len(kept) + 1 == self._uses:
+            return gradient
+        kept.append(local_part(gradient, parameter))
+        return None
+
+    def _add(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        super()._add(gradients, second)
+        kept, self._kept_addends = self._kept_addends, {}
+        for addends in zip(*(kept[p] for p in self._computing), strict=True):
+            self._sum.add(list(addends))
 
 
 class CutBucket(ExactBucket):

@@ -19,9 +19,9 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
-from dtgpt.parallel.exact_sums.buckets import CutBucket, ExactBucket, RoundedBucket, SummedBucket
+from dtgpt.parallel.exact_sums.buckets import ApartBucket, CutBucket, ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.gradients import Buckets, parameter_groups
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, own_axes_of
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.util.errors import UserError
 
@@ -61,15 +61,19 @@ class ExactSums(Buckets):
         self.rounds = settings.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
-        parts = [
-            (stage, module, parameters)
-            for stage in stages  # blocks, and the stage itself for what lies around them
-            for module, parameters in zip((*stage.blocks.values(), stage), parameter_groups(stage), strict=False)
-        ]
+        parts = [(stage, *group) for stage in stages for group in parameter_groups(stage)]
         tables = [_table(stage, parameters) for stage, _, parameters in parts]
-        self.all = self._make_buckets([parameters for *_, parameters in parts], tables, mesh)
+        apart = [bool(own_axes_of(parameters[0])) for *_, parameters in parts]
+        together = [(p, table) for (*_, p), table, own in zip(parts, tables, apart, strict=True) if not own]
+        made = iter(self._make_buckets(*map(list, zip(*together, strict=True)), mesh))
+        self.all = [
+            ApartBucket(parameters, mesh, self.settings) if own else next(made)
+            for (*_, parameters), own in zip(parts, apart, strict=True)
+        ]
         for (stage, module, _), table, bucket in zip(parts, tables, self.all, strict=True):
             _watch(module, stage, bucket)
+            for user in module.modules() if isinstance(bucket, ApartBucket) else ():
+                bind(user, use=partial(_divert_use, bucket.divert_use))
             if table is not None:
                 bind(
                     stage.get_submodule(stage.config.output_name.rpartition(".")[0]),
@@ -135,18 +139,22 @@ def _watch(module: nn.Module, stage: Decoder, bucket: ExactBucket) -> None:
 
 
 class _Diverted(torch.autograd.Function):
-    """Return a weight whose gradient goes to a function instead of the parameter, which another module uses, too."""
+    """Return a weight, which has other uses, too, whose gradient goes to a function; the parameter gets what that
+    returns."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], Tensor | None]) -> Tensor:
         ctx.take = take
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.take(gradient)
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.take(gradient), None
 
 
-def _divert(take: Callable[[Tensor], None], weight: Tensor) -> Tensor:
+def _divert_use(take: Callable[[nn.Parameter, Tensor], Tensor | None], parameter: nn.Parameter) -> Tensor:
+    return _Diverted.apply(parameter, partial(take, parameter))
+
+
+def _divert(take: Callable[[Tensor], Tensor | None], weight: Tensor) -> Tensor:
     return _Diverted.apply(weight, take)

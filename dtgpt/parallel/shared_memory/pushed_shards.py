@@ -77,7 +77,7 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part. Returns the shards in
     16 bits that lie among these weights: the optimizer writes them, too."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
-    groups = parameter_groups(part)
+    modules, groups = zip(*parameter_groups(part), strict=True)
     sizes, places = _layout(groups, len(part.blocks), mesh, dtype)
     largest = max(sum(_padded(p, mesh) for p in parameters) for parameters in groups)
     room = CopyScatter.bytes(largest // ranks * wire.itemsize, ranks)
@@ -88,7 +88,7 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     gate = Barrier(first)  # of the stream of all-gathers
     scatter = GroupScatter(CopyScatter(gradients, Barrier(second)), wire)
     shards: dict[nn.Parameter, Tensor] = {}
-    for module, parameters, place in zip((*part.blocks.values(), part), groups, places, strict=False):
+    for module, parameters, place in zip(modules, groups, places, strict=True):
         made, gather = _gather(parameters, weights[place], gate, places.count(place) == 1, mesh, dtype)
         shards.update((p, shard) for p, shard in zip(parameters, made, strict=True) if shard.dtype != torch.float32)
         sharded = cast(FSDPModule, module)
@@ -98,7 +98,7 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
 
 
 def _layout(
-    groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype
+    groups: Sequence[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[list[int], list[int]]:
     """Return the bytes of areas for weights, and which of these each group uses. Blocks whose weights are freed after
     forward use PLACES areas in turn."""

@@ -162,7 +162,7 @@ RULES_OF_OFF: Rules = (
 def draws_alone(plan: ResolvedPlan) -> bool:
     """Return whether each rank draws the answers of a part of the prompts by itself, since it holds the whole model.
     Else all ranks draw all answers together."""
-    return plan.tp == plan.pp == 1 and not plan.zero
+    return plan.tp == plan.pp == plan.ep == 1 and not plan.zero
 
 
 def shares_prompts(settings: Settings) -> bool:

@@ -45,7 +45,7 @@ def is_rehearsed(trainer: "Trainer") -> bool:
     """Return whether a pass has no messages, no state of its own, and kernels that are not compiled otherwise."""
     settings = trainer.settings
     plan = settings.plan
-    alone = plan.tp == plan.cp == plan.pp == 1 and not plan.zero
+    alone = plan.tp == plan.cp == plan.pp == plan.ep == 1 and not plan.zero
     plain = type(trainer.objective) is LanguageModel and settings.products is None and not settings.freezes_weights
     return TRITON and settings.device.type == "cuda" and alone and plain and not settings.compile
 

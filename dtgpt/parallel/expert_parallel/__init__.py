@@ -1,0 +1,12 @@
+"""Expert parallelism: each of some neighbouring ranks of data has other experts of every mixture."""
+
+from dtgpt.util.seams import Capability, When
+
+CAPABILITY = Capability(
+    degrees={"ep": "dtgpt.parallel.expert_parallel.degrees:check_plan"},
+    build=(
+        When("dtgpt.parallel.expert_parallel.experts:WEIGHTS", ("mesh.own_devices",)),
+        When("dtgpt.parallel.expert_parallel.experts:ROWS", ("mesh.own_devices",)),
+        When("dtgpt.parallel.expert_parallel.experts:ZERO", ("mesh.own_devices",)),
+    ),
+)

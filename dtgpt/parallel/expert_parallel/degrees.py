@@ -1,0 +1,26 @@
+"""Which models and plans can spread experts over ranks of data."""
+
+import math
+
+from dtgpt.config.plan import Plan, divisors
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.util.console import listed
+from dtgpt.util.errors import UserError
+
+
+def check_plan(plan: Plan, model: ModelConfig, seq_length: int) -> None:
+    """Raise UserError where experts cannot be spread over ep ranks."""
+    if not isinstance(model, ExpertsConfig):
+        raise UserError(
+            f"the plan {plan.name} spreads experts over ep={plan.ep}, but a model of {model.architecture} has none; "
+            "leave ep out"
+        )
+    for size, words in (
+        (model.num_experts, f"model.num_experts={model.num_experts} cannot be"),
+        (plan.data_ranks, f"dp x cp = {plan.data_ranks} ranks of data cannot be"),
+    ):
+        if size % plan.ep:
+            fitting = divisors(math.gcd(model.num_experts, plan.data_ranks))[1:]
+            remedy = f"use ep={listed(fitting)}" if fitting else "leave ep out"
+            raise UserError(f"{words} divided over ep={plan.ep}; {remedy}")
