@@ -40,7 +40,7 @@ def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor
     its inputs, an addend of the result. The function sees plain tensors, and so does its backward. For a plain x the
     result is plain: what the function makes of this rank's parts.
     """
-    if not is_dtensor(x):
+    if not (is_dtensor(x) and is_dtensor(weight)):
         return function(x, local(weight), None if bias is None else local(bias))
     (cut,) = weight.placements
     mesh, rows = weight.device_mesh, cut.is_shard(1)

@@ -141,18 +141,26 @@ def test_a_correction_that_goes_astray_later_is_named(recipe, held):
     assert (apart.module, apart.step) == ("blocks.0.mlp.router.correction", 2)
 
 
+PARTIAL = "shards = trainer.shards; shards._partial = [i for i in shards._partial"
 BRANCH = "trainer.stages[0].blocks['1'].mlp"
 FAULTS_OF_TP = {  # each on all ranks
-    "gradient of routers not summed": ("trainer.shards._partial = []", "blocks.3.mlp.router"),
+    "gradient of routers not summed": (
+        f"{PARTIAL} if not shards.all[i].name.endswith('router.weight')]", "blocks.3.mlp.router",
+    ),
     "gradient below experts not summed": (f"{BRANCH}.entry._forward_pre_hooks.clear()", "blocks.1"),
-    "output not summed": (f"{BRANCH}.exit._forward_hooks.clear()", "blocks.1.mlp"),
+    "output not summed": (f"{BRANCH}.exit._forward_hooks.clear()", "blocks.1"),
     "biases added by each rank": (
         f"from dtgpt.models.binding import bind\nbind({BRANCH}.experts.down, through=None)", "blocks.1.mlp",
     ),
-    "gradient of biases not summed": (
-        "shards = trainer.shards\n"
-        "shards._partial = [i for i in shards._partial if not shards.all[i].name.endswith('down.bias')]",
-        "blocks.3.mlp.experts.down",
+    # Of the other ranks: it is right on the one that adds them.
+    "gradient of biases not summed": (f"{PARTIAL} if not shards.all[i].name.endswith('down.bias')]", "(all)"),
+    "correction summed over ranks": (
+        STATE + "plain = state.update\n"
+        "def summed(*given):\n"
+        "    plain(*given)\n"
+        "    [p.data.mul_(state.mesh.plan.tp) for p in state.parameters.values()]\n"
+        "state.update = summed",
+        "blocks.1.mlp.router.correction",
     ),
     "losses and loads counted by each rank": (STATE + "state.counts = True", "blocks.3.mlp.router"),
     "losses through the number of ranks": (
@@ -174,15 +182,3 @@ def test_a_fault_of_ranks_that_share_experts_is_located(recipe, held, name):
     change, module = FAULTS_OF_TP[name]
     _, found = held(replace(recipe, model=MANY), change, "tp2")
     assert found.fault is not None and found.fault.module.startswith(module), found.fault
-
-
-def test_a_correction_that_is_summed_over_ranks_is_named(recipe, held):
-    change = STATE + (
-        "plain = state.update\nfrom operator import mul\ndef summed(*given):\n"
-        "    plain(*given)\n    state.corrections.mul_(state.mesh.plan.tp)\n"
-        "    [p.data.mul_(2) for p in state.parameters.values()]\nstate.update = summed"
-    )
-    record, found = held(recipe, change, "tp2", steps=3)
-    assert found.fault is None
-    apart = first_state(difference(record, held.reference(recipe, 3)), Limits(1e-5, 1e-5, 1e-5, 1e-4), [])
-    assert (apart.module, apart.step) == ("blocks.0.mlp.router.correction", 2)
