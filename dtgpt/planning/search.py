@@ -226,7 +226,8 @@ def _divisions(
                 experts = model.num_experts if isinstance(model, ExpertsConfig) else 1
                 spread = [replace(plan, ep=n) for n in divisors(math.gcd(experts, plan.data_ranks))]
                 if pp == 1:
-                    yield from ((each, [("1F1B", None)], [0, 1, 2, 3] if several else [0]) for each in spread)
+                    for each in spread:
+                        yield each, [("1F1B", None)], [0, 1, 2, 3] if several else [0]
                     continue
                 most = min(MOST_STAGES, model.num_layers // pp)
                 interleaved: list[tuple[Schedule, int | None]] = [("Interleaved1F1B", n) for n in range(2, most + 1)]

@@ -64,11 +64,11 @@ class ExactSums(Buckets):
         parts = [(stage, *group) for stage in stages for group in parameter_groups(stage)]
         tables = [_table(stage, parameters) for stage, _, parameters in parts]
         apart = [bool(own_axes_of(parameters[0])) for *_, parameters in parts]
-        together = [(p, table) for (*_, p), table, own in zip(parts, tables, apart, strict=True) if not own]
-        made = iter(self._make_buckets(*map(list, zip(*together, strict=True)), mesh))
+        pairs = [(parameters, table) for (*_, parameters), table in zip(parts, tables, strict=True)]
+        made = iter(self._make_buckets([pair for pair, own in zip(pairs, apart, strict=True) if not own], mesh))
         self.all = [
             ApartBucket(parameters, mesh, self.settings) if own else next(made)
-            for (*_, parameters), own in zip(parts, apart, strict=True)
+            for (parameters, _), own in zip(pairs, apart, strict=True)
         ]
         for (stage, module, _), table, bucket in zip(parts, tables, self.all, strict=True):
             _watch(module, stage, bucket)
@@ -81,11 +81,11 @@ class ExactSums(Buckets):
                 )
 
     def _make_buckets(
-        self, groups: list[list[nn.Parameter]], tables: list[nn.Parameter | None], mesh: Mesh
+        self, pairs: list[tuple[list[nn.Parameter], nn.Parameter | None]], mesh: Mesh
     ) -> list[ExactBucket]:
-        """Return a bucket for each group of parameters. tables: the tied table among those of a group, or None."""
-        settings, plan, pairs = self.settings, mesh.plan, list(zip(groups, tables, strict=True))
-        largest = max(sum(p.numel() for p in parameters) for parameters in groups) * settings.dtype.itemsize
+        """Return a bucket for each group of parameters, with the tied table among those of a group, or None."""
+        settings, plan = self.settings, mesh.plan
+        largest = max(sum(p.numel() for p in parameters) for parameters, _ in pairs) * settings.dtype.itemsize
         if self.cuts:
             pieces = Pieces(mesh, mesh.devices.get_group("shard"), largest // plan.shard)
             return [CutBucket(parameters, mesh, settings, table, pieces, self.rounds) for parameters, table in pairs]

@@ -49,8 +49,9 @@ class Route:
         if apart:
             return
         # Rows come by (rank, expert, token) and lie by (expert, rank, token).
-        known = torch.arange(coming.shape[1], device=ends.device)
-        self.order = known.repeat(ranks).repeat_interleave(coming.flatten()).argsort(stable=True)
+        known = torch.arange(coming.shape[1], device=ends.device).repeat(ranks)
+        of_rows = known.repeat_interleave(coming.flatten(), output_size=sum(self.received))
+        self.order = of_rows.argsort(stable=True)
         self.places = torch.empty_like(self.order)
         self.places[self.order] = torch.arange(len(self.order), device=ends.device)
         self.parts = [(len(self.order), coming.sum(0).cumsum(0).int())]
