@@ -5,11 +5,13 @@ Shapes: B samples, T positions, H hidden size, E experts, k of each token, F wid
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dtgpt.models.binding import PLAIN, Binding
 from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
@@ -80,6 +82,8 @@ class Router(nn.Module):
 class Stack(nn.Module):
     """A linear map of each expert, `[E, out, in]`: rows x `[M, in]` -> `[M, out]`."""
 
+    bound: Binding = PLAIN
+
     def __init__(self, count: int, columns: int, rows: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, rows, columns))
@@ -88,7 +92,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return grouped_linear(x, self.weight.to(x.dtype), bias, ends)
+        given, multiply = (x, self.weight.to(x.dtype), bias), partial(grouped_linear, ends=ends)
+        return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
 
 
 class Experts(nn.Module):

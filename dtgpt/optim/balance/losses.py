@@ -45,11 +45,16 @@ def sequence_loads(chosen: Tensor, counted: Tensor, chosen_each: int) -> tuple[T
     return chosen.sum(1, keepdim=True) * each * (chosen.shape[-1] / chosen_each), each
 
 
-def counted_tokens(document_bounds: Tensor | None, loss_weights: Tensor | None) -> Tensor | None:
+def counted_tokens(
+    document_bounds: Tensor | None, loss_weights: Tensor | None, by_token: Tensor | None = None
+) -> Tensor | None:
     """Return which tokens count, bool `[B, T]`; None: all. What fills a sample is a document of its own in which no
-    token has a loss."""
-    if document_bounds is None or loss_weights is None:
+    token has a loss. by_token: in place of weights that are not those of tokens, bool `[B, T, ..]`: which addends of
+    the loss a token is part of; of another type it does not say which tokens count."""
+    has_loss = loss_weights if by_token is None else by_token if by_token.dtype == torch.bool else None
+    if document_bounds is None or has_loss is None:
         return None
-    sums = torch.nn.functional.pad((loss_weights > 0).long().cumsum(1), (1, 0))  # [B, T + 1]
+    has_loss = has_loss.flatten(2).any(-1) if has_loss.dim() > 2 else has_loss > 0
+    sums = torch.nn.functional.pad(has_loss.long().cumsum(1), (1, 0))  # [B, T + 1]
     first, end = document_bounds.long().unbind(-1)
     return sums.gather(1, end) > sums.gather(1, first)
