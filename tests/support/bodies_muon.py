@@ -32,7 +32,7 @@ def sent_by_muon(recipe: Recipe) -> tuple[int, float]:
 
 def drawn_gradient(name: str, step: int, region: tuple[range, ...]) -> Tensor:
     """Return a part of a gradient that is the same under every plan."""
-    return normal(fold(fold(root_key(7), name), step), region)
+    return normal(fold(fold(root_key(7), name), step), region).float()
 
 
 def moved_by_muon(recipe: Recipe, steps: int) -> dict[str, Tensor | None]:

@@ -21,7 +21,14 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import Router, routers
 from dtgpt.optim.balance.config import BalanceConfig
-from dtgpt.optim.balance.losses import chosen_of, counted_tokens, probabilities, sequence_loads, through
+from dtgpt.optim.balance.losses import (
+    chosen_of,
+    counted_tokens,
+    probabilities,
+    sequence_loads,
+    through,
+    token_weights,
+)
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
@@ -159,7 +166,8 @@ class Balances(StepState):
     def _begin(self, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         """Take note of a pass through a stage."""
         fields = {**dict(zip(Batch._fields, inputs, strict=False)), **named}
-        self.counted = counted_tokens(*(fields.get(name) for name in ("document_bounds", "loss_weights", "by_token")))
+        weights = token_weights(fields.get("loss_weights"), fields.get("by_token"))
+        self.counted = counted_tokens(fields.get("document_bounds"), weights)
         self._know()
 
     def _know(self) -> None:
@@ -173,7 +181,7 @@ class Balances(StepState):
     @torch.no_grad()
     def before(self, engine: "TrainingEngine", batch: Batch, micro_batches: int) -> None:
         self._know()
-        counted = counted_tokens(batch.document_bounds, batch.loss_weights, batch.by_token)
+        counted = counted_tokens(batch.document_bounds, token_weights(batch.loss_weights, batch.by_token))
         if counted is not None:
             plan = self.mesh.plan
             tokens = self.mesh.sum(counted.sum())[0] / (plan.tp * plan.pp)
