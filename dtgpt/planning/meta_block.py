@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -20,13 +20,12 @@ from dtgpt.models.roles import INNER, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
-from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.operation import split_backward
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
 from dtgpt.planning.torch_private import EagerDispatchMode
-from dtgpt.posttrain.lora.adapters import local_adapter
+from dtgpt.posttrain.lora.adapters import attach, local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
 
@@ -155,8 +154,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
             module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
-            module.lora = local_adapter(module, parameter, config, kind.lora)
-            bind(module, product=partial(on_local_tensors, module.lora.product))
+            attach(module, local_adapter(module, parameter, config, kind.lora))
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)

@@ -108,7 +108,7 @@ class Operations:
             if trains:
                 backward += count * self.product(rows, tokens, inner, fp8)
             if settings.freezes_weights:
-                forward, backward = self._adapted(p, count, rows, inner, forward, backward)
+                forward, backward = self._adapted(p, count, tokens, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
             is_first = p.role in (Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK)
             each = count * share
@@ -136,13 +136,13 @@ class Operations:
         )
 
     def _adapted(
-        self, p: Parameter, count: int, rows: int, inner: int, forward: float, backward: float
+        self, p: Parameter, count: int, tokens: int, rows: int, inner: int, forward: float, backward: float
     ) -> tuple[float, float]:
-        """Return the seconds with the products of the adapters of `count` matrices."""
+        """Return the seconds with the products of the adapters of `count` matrices, each for so many tokens."""
         lora = self.settings.section(LoraConfig)
         if not lora.adapts(p):
             return forward, backward
-        one = count * (self.product(self.tokens, inner, lora.rank) + self.product(self.tokens, lora.rank, rows))
+        one = count * (self.product(tokens, inner, lora.rank) + self.product(tokens, lora.rank, rows))
         return forward + one, backward + 2 * one
 
     def _cores(self, index: int) -> tuple[float, float, float]:

@@ -12,11 +12,16 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.models.decoder import unique_parameters
+from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
+from tests.models.moe.test_plans import OLMOE
+from tests.support.bodies_balance import balanced_steps
 from tests.support.chats import conversation, write_tokenizer
-from tests.support.families import OURS
+from tests.support.families import OURS, their_model
+from tests.support.ranks import pool
 from tests.support.runs import change
 
 pytest.importorskip("jinja2")
@@ -24,7 +29,7 @@ pytest.importorskip("jinja2")
 LENGTHS = (5, 6, 6)  # of chats, which fill a sample of 16 + 1 tokens
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "gemma3", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "gemma3", "gpt_oss", "qwen2", "olmoe"])
 def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family):
     tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     marks = torch.tensor([BEGINS if i == 0 else COUNTS * (i > 2) for n in LENGTHS for i in range(n)])
@@ -33,7 +38,7 @@ def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family)
     for row, chat in enumerate(packed.split(LENGTHS)):
         alone[row, : len(chat)] = chat
     results = []
-    model = replace(OURS.get(family, recipe.model), dropout=0.0)
+    model = replace({**OURS, "olmoe": OLMOE}.get(family, recipe.model), dropout=0.0)
     with open_trainer(replace(recipe, model=model)) as trainer:
         for windows in (packed[None], alone):
             batch = packed_batch(windows)
@@ -57,16 +62,11 @@ def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_pa
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, base, draw = transformers.LlamaForCausalLM(config), tmp_path / "base", random.Random(3)
+    model, base = transformers.LlamaForCausalLM(config), tmp_path / "base"
     model.save_pretrained(base)
     write_tokenizer(base)
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(json.dumps({"messages": conversation(draw)}) + "\n" for _ in range(80)))
-    prepare(PrepareConfig(input=str(chats), chat=True, output_prefix=tmp_path / "x", tokenizer=str(base), workers=1))
     rates = OptimizerConfig(lr=1e-3, warmup=0, schedule="constant", eps=1e-5, weight_decay=0.0)
-    data = {"path": str(tmp_path / "x_chat_document"), "tokenizer": "auto"}
-    recipe = replace(recipe, model=replace(open_config(base), seq_length=64), init_from=str(base), optimizer=rates)
-    recipe = change(recipe, steps=50, micro_batch_size=2, global_batch_size=4, data=data)
+    recipe = replace(prepared(recipe, base, tmp_path), steps=50, optimizer=rates)
     rule = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with open_trainer(recipe) as trainer:
         for step in range(50):
@@ -82,6 +82,39 @@ def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_pa
             rule.step()
             assert trainer.mean_loss(trainer.train_step()) == pytest.approx(theirs.item(), rel=1e-5), step
     assert theirs < 4.5
+
+
+def prepared(recipe, base, folder):
+    """A run on chats, in samples of 64 tokens, of the model and the tokenizer in the folder `base`."""
+    chats, draw = folder / "chats.jsonl", random.Random(3)
+    chats.write_text("".join(json.dumps({"messages": conversation(draw)}) + "\n" for _ in range(80)))
+    prepare(PrepareConfig(input=str(chats), chat=True, output_prefix=folder / "x", tokenizer=str(base), workers=1))
+    data = {"path": str(folder / "x_chat_document"), "tokenizer": "auto"}
+    recipe = replace(recipe, model=replace(open_config(base), seq_length=64), init_from=str(base))
+    return change(recipe, micro_batch_size=2, global_batch_size=4, data=data)
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_mixtures_learn_chats_under_every_plan_and_count_no_filling(recipe, tmp_path, rank):
+    base = tmp_path / "base"
+    their_model("olmoe", vocab_size=384, num_hidden_layers=2, num_experts=6).save_pretrained(base)
+    write_tokenizer(base)
+    rates = OptimizerConfig(lr=1e-2 if rank else 1e-3, warmup=0, schedule="constant", eps=1e-5)
+    chats = replace(prepared(recipe, base, tmp_path), balance=BalanceConfig(loss=0.5, z_loss=0.1), optimizer=rates)
+    chats = replace(chats, steps=3, lora=LoraConfig(rank=rank) if rank else LoraConfig())
+    whole = balanced_steps(chats)
+    assert whole.losses[-1] < whole.losses[0]
+    with open_trainer(chats) as trainer:
+        for step, loads in enumerate(whole.loads):
+            windows = trainer.dataset.windows(4 * step + torch.arange(4), 64, trainer.objective.data_key)
+            parts = [part for window in windows for part in window[:-1].tensor_split(starts_in(window[:-1]))]
+            tokens = sum(len(part) for part in parts if (part[:, 1] & COUNTS).any())
+            assert 0 < tokens < 4 * 64 and [sum(layer) for layer in loads] == [3 * tokens] * 2
+    for plan in ("dp2_zero3", "pp2"):
+        found = pool().run(2, balanced_steps, replace(chats, plan=plan))[0]
+        assert found.loads == whole.loads and found.losses == pytest.approx(whole.losses, abs=1e-6), plan
+        assert found.figures[-1] == pytest.approx(whole.figures[-1], rel=1e-5), plan
 
 
 def starts_in(window: torch.Tensor) -> list[int]:

@@ -19,6 +19,7 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.posttrain.chats.encode import encode_chat, renderer_of
 from dtgpt.posttrain.chats.template import ChatError
@@ -30,8 +31,10 @@ from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
+from tests.support.bodies_balance import balance_of
 from tests.support.bodies_preferences import train_pairs, train_without_room_for_its_reference
 from tests.support.chats import text, write_tokenizer
+from tests.support.families import their_model
 from tests.support.ranks import pool, several
 from tests.support.runs import change, constant, newest_run, traced_record
 
@@ -253,6 +256,39 @@ def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
     expected, figures = train_pairs(with_adapters, tmp_path / "one", STEPS)
     assert figures[0]["reward_margin"] == 0.0 and expected[-1] < expected[0] - 0.01
     assert_follow([replace(with_adapters, plan=plan) for plan in ("tp2", "cp2")], tmp_path, expected, figures)
+
+
+@pytest.fixture
+def of_experts(dpo, tmp_path):
+    """The same of a mixture of experts, whose routers are balanced."""
+    path = tmp_path / "experts"
+    sizes = {"vocab_size": 320, "num_hidden_layers": 2, "num_experts": 6, "max_position_embeddings": LENGTH}
+    their_model("olmoe", **sizes).save_pretrained(path)
+    balance = BalanceConfig(loss=0.5, z_loss=0.1)
+    return replace(dpo, model=open_config(path), init_from=str(path), balance=balance)
+
+
+@pytest.mark.parametrize(("lora", "plans"), [(0, ("dp2_zero3", "pp2")), (4, ("dp2_zero2", "pp2_gpipe"))])
+def test_mixtures_of_experts_prefer_under_every_plan(of_experts, tmp_path, lora, plans):
+    recipe = of_experts
+    if lora:
+        recipe = replace(of_experts, lora=LoraConfig(rank=lora), optimizer=replace(of_experts.optimizer, lr=1e-2))
+    expected, figures = train_pairs(recipe, tmp_path / "one", STEPS)
+    assert figures[0]["reward_margin"] == 0.0 and expected[-1] < expected[0] - 0.01
+    unbalanced, _ = train_pairs(replace(recipe, balance=BalanceConfig()), tmp_path / "unbalanced", STEPS)
+    assert unbalanced[0] == expected[0] and unbalanced[-1] != pytest.approx(expected[-1], abs=1e-6)
+    assert_follow([replace(recipe, plan=plan) for plan in plans], tmp_path, expected, figures)
+
+
+def test_padding_of_pairs_counts_in_no_load(of_experts):
+    with open_trainer(of_experts) as trainer:
+        loads = balance_of(trainer)
+        for step in range(2):
+            windows, *_ = trainer.objective.read(step)
+            tokens = sum(len(answer) for answer, _ in answers_of(windows[:, :-1]))
+            assert 0 < tokens < windows[:, 1:, 0].numel()
+            trainer.train_step()
+            assert loads.last[:, :6].sum(1).tolist() == [3 * tokens] * 2, step
 
 
 def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):

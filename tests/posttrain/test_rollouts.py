@@ -26,7 +26,9 @@ from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
+from tests.models.moe.test_plans import ADAMW, OLMOE
 from tests.posttrain.test_lora import save_base
+from tests.support.bodies_balance import balance_of
 from tests.support.bodies_grpo import Failing, Fatal, Low, Slow, failure_of, train_and_die, train_answers
 from tests.support.chats import write_tokenizer
 from tests.support.ranks import RankFailed, pool, several
@@ -64,6 +66,18 @@ def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo, wo
             assert own_ids == ids, plan
             assert own_losses == pytest.approx(losses, abs=1e-6), plan
             assert own_norms == pytest.approx(norms, rel=1e-5), plan
+
+
+@pytest.mark.slow(10)
+def test_a_mixture_of_experts_draws_the_same_answers_for_twenty_steps(grpo):
+    """And for three under ZeRO and a pipeline."""
+    moe = replace(grpo, model=replace(OLMOE, dropout=0.0, init_std=0.1), optimizer=replace(ADAMW, warmup=0), steps=20)
+    losses, ids, _ = train_answers(moe, 20)
+    assert len(ids) == 20 * 8 and len(set(map(tuple, ids))) > 60
+    for plan, steps in (("dp2", 20), ("dp2_zero3", 3), ("pp2", 3)):
+        found = pool().run(2, train_answers, replace(moe, plan=plan, micro_batch_size=4), steps)[0]
+        assert found[1] == ids[: 8 * steps], plan
+        assert found[0] == pytest.approx(losses[:steps], abs=1e-5), plan
 
 
 @pytest.mark.parametrize("plan", ["dp2", "tp2"])
@@ -131,10 +145,11 @@ def check_gradients(trainer, loss):
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("share", ["on", "off"])
-def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share):
+@pytest.mark.parametrize(("share", "experts"), [("on", False), ("off", False), ("on", True), ("off", True)])
+def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share, experts):
     """Of the log-probabilities that the update has, to those that a pass before it computes for the same batch."""
     grpo = replace(grpo, micro_batch_size=4, grpo=replace(grpo.grpo, share_prompts=share))
+    grpo = replace(grpo, model=replace(OLMOE, dropout=0.0)) if experts else grpo
     with open_trainer(grpo) as trainer:
         for step in range(2):
             batch, before, updated = trainer.batch(step), [], []
@@ -150,6 +165,8 @@ def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share):
                 trainer.train_step()
             ratio = torch.exp(torch.cat(before) - torch.cat(updated))[batch.loss_weights.flatten() != 0]
             assert len(ratio) > 8 and (ratio == 1.0).all()
+        if experts:
+            assert balance_of(trainer).last.any() and balance_of(trainer).metrics() == {}  # padding would count
 
 
 @pytest.mark.cuda

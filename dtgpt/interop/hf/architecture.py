@@ -42,6 +42,8 @@ class Architecture:
     of_bytes: re.Pattern[str] | None = None  # names of tensors in which several values, or a scale, are bytes
     in_fp32: re.Pattern[str] | None = None  # names of tensors that are written in fp32, whatever the others are in
     known: Sequence[str] = ()  # keys of config.json that it takes, and no other family does
+    experts: str | None = None  # the module, in transformers' memory, of the stacks of a block's experts
+    interleaved = False  # whether rows of gate and up alternate in it, as in dtgpt's; else gates are above ups
 
     def of(self, settings: Mapping[str, Any]) -> "Architecture":
         """Return by what a folder with these settings is read: another one where its tensors lie otherwise."""

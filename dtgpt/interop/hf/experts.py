@@ -30,6 +30,7 @@ class LikeMixture(LikeLlama):
     `{}` is the number of the expert."""
 
     names: ClassVar[Mapping[str, str]] = {**LikeLlama.names, "mlp.router": "mlp.gate"}
+    experts = "mlp.experts"
     stacks: ClassVar[Mapping[str, Sequence[str]]] = {
         "mlp.experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "mlp.experts.down": ("mlp.experts.{}.down_proj",),
@@ -65,6 +66,16 @@ class LikeMixture(LikeLlama):
             return super().to_stored(whole, name, config)
         rows = [1] * len(self.stacks[stack])
         return [matrix for expert in whole for matrix in separated(expert, rows)]
+
+
+def gates_first(stack: Tensor) -> Tensor:
+    """Return a stack `[E, 2 F, ..]` with the rows of gates above those of ups, which alternate in the given one."""
+    return stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def alternating(stack: Tensor) -> Tensor:
+    """Return the stack of which `gates_first` makes the given one."""
+    return stack.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def read_experts(settings: dict[str, Any], count: int, chosen: int, path: Path) -> dict[str, Any]:

@@ -62,6 +62,7 @@ PACKED_RULES: Rules = tuple(
 
 
 class GptOss(LikeLlama):
+    experts, interleaved = "mlp.experts", True
     buffers = Architecture.buffers
     names: ClassVar[Mapping[str, str]] = {
         "attn.core.sinks": "attn.sinks",

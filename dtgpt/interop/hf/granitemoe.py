@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import checked
 from dtgpt.interop.hf.architecture import Architecture, read_activation, write_activation
-from dtgpt.interop.hf.experts import NO_WINDOWS, read_experts, write_experts
+from dtgpt.interop.hf.experts import NO_WINDOWS, alternating, gates_first, read_experts, write_experts
 from dtgpt.interop.hf.llama import TIED, Family, LikeLlama, read_shape, write_shape
 from dtgpt.interop.hf.rope import read_rope, write_rope
 from dtgpt.interop.keys import FLAG, NUMBER, Keys, check_keys, read_key
@@ -33,6 +33,7 @@ GATES = ".mlp.experts.gate_up."
 
 
 class GraniteMoe(LikeLlama):
+    experts = "block_sparse_moe.experts"
     buffers = Architecture.buffers
     names: ClassVar[Mapping[str, str]] = {
         **LikeLlama.names,
@@ -45,13 +46,13 @@ class GraniteMoe(LikeLlama):
         if GATES not in name:
             return super().from_stored(stored, name, config, part)
         experts, inside = (slice(None), ()) if part is None else (slice(part[0].start, part[0].stop), part[1:])
-        whole = stored[0][experts].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        whole = alternating(stored[0][experts])
         return cut(whole, (range(len(whole)), *inside)) if inside else whole
 
     def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
         if GATES not in name:
             return super().to_stored(whole, name, config)
-        return [whole.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)]
+        return [gates_first(whole)]
 
     def read_config(self, settings: dict[str, Any], path: Path) -> GraniteMoeConfig:
         check_keys(settings, KEYS, path)

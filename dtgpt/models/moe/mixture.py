@@ -5,6 +5,7 @@ Shapes: B samples, T positions, H hidden size, E experts, k of each token, F wid
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +96,8 @@ class Stack(nn.Module):
         bias = None if self.bias is None else self._held(self.bias, x)
         if bias is not None and self.bound.through is not None:
             bias = self.bound.through(bias)
-        return grouped_linear(x, self._held(self.weight, x), bias, ends)
+        given, multiply = (x, self._held(self.weight, x), bias), partial(grouped_linear, ends=ends)
+        return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
 
     def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
         """Return what this rank has of a parameter, in the type of x."""

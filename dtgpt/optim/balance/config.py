@@ -1,12 +1,10 @@
 """The recipe's section on the balance of experts, and what a run with it cannot have."""
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Missing, Rule, Rules
@@ -75,13 +73,16 @@ class BalanceConfig(Section):
                 f"{value}, but the routers of this {recipe.model.architecture} have no correction of their choice that "
                 "it could move; use --model.corrects_choice on where the family has that option, else --balance.loss"
             )
-        for option in (name for name in seams.added("objectives") if attrgetter(name)(recipe)):
+        if any(section.makes_samples for section in recipe.sections):
             raise UserError(
-                f"{value}, but samples of {option} do not say which of their tokens are padding, which must not count; "
-                f"leave --balance.{given} out"
+                f"{value}, but the samples that this run makes do not say which of their tokens are padding, which "
+                f"must not count; leave --balance.{given} out"
             )
-        if recipe.freezes_weights:
-            raise UserError(f"{value}, but adapters leave routers as they are; leave --balance.{given} out")
+        if self.bias_step and recipe.freezes_weights:
+            raise UserError(
+                f"{value}, but the correction that it moves is a weight of the model, and adapters leave these as they "
+                "are; use --balance.loss"
+            )
 
 
 DEFAULTS = {name: field.default for name, field in BalanceConfig.__dataclass_fields__.items()}

@@ -44,11 +44,19 @@ def sequence_loads(chosen: Tensor, tokens: Tensor, chosen_each: int) -> tuple[Te
     return chosen * each * (chosen.shape[-1] / chosen_each), each
 
 
-def counted_tokens(document_bounds: Tensor | None, loss_weights: Tensor | None) -> Tensor | None:
+def token_weights(loss_weights: Tensor | None, by_token: Tensor | None) -> Tensor | None:
+    """Return what is not 0 for a token that has a loss, `[B, T]`; None: that is not known. by_token: where weights are
+    those of addends of the loss, bool `[B, T, ..]`, of which a token is part; of another type it does not say so."""
+    if by_token is None:
+        return loss_weights
+    return by_token[..., None].flatten(2).any(-1) if by_token.dtype == torch.bool else None
+
+
+def counted_tokens(document_bounds: Tensor | None, weights: Tensor | None) -> Tensor | None:
     """Return which tokens count, bool `[B, T]`; None: all. What fills a sample is a document of its own in which no
-    token has a loss."""
-    if document_bounds is None or loss_weights is None:
+    token has a loss. weights: as of `token_weights`."""
+    if document_bounds is None or weights is None:
         return None
-    sums = torch.nn.functional.pad((loss_weights > 0).long().cumsum(1), (1, 0))  # [B, T + 1]
+    sums = torch.nn.functional.pad((weights > 0).long().cumsum(1), (1, 0))  # [B, T + 1]
     first, end = document_bounds.long().unbind(-1)
     return sums.gather(1, end) > sums.gather(1, first)

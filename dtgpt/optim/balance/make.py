@@ -20,4 +20,6 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
     model = settings.model
     if not isinstance(model, ExpertsConfig) or not any(map(model.has_experts, range(model.num_layers))):
         return None
-    return Balances(model, settings.section(BalanceConfig), mesh)
+    made = Balances(model, settings.section(BalanceConfig), mesh)
+    made.knows_padding = not settings.makes_samples
+    return made

@@ -22,7 +22,14 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import Router, routers
 from dtgpt.optim.balance.config import BalanceConfig
-from dtgpt.optim.balance.losses import chosen_of, counted_tokens, probabilities, sequence_loads, through
+from dtgpt.optim.balance.losses import (
+    chosen_of,
+    counted_tokens,
+    probabilities,
+    sequence_loads,
+    through,
+    token_weights,
+)
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
@@ -39,15 +46,17 @@ class _Watched(torch.autograd.Function):
     """The logits, whose gradient gets what balance losses add."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, experts: Tensor, counted: Tensor | None, balance: "Balance") -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, experts: Tensor, counted: Tensor | None, balance: "Balance", leaf: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(logits, experts)
         ctx.counted, ctx.balance = counted, balance  # as they are in this pass, also where it runs again in backward
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         more = ctx.balance.take(*ctx.saved_tensors, ctx.counted)
-        return grad if more is None else grad + more, None, None, None
+        return grad if more is None else grad + more, None, None, None, None
 
 
 class Balance:
@@ -66,7 +75,11 @@ class Balance:
         if shared.looks:
             counted = weights_of(shared.counted, logits)
             self.ahead.add_(chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64))
-        return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits
+        if not torch.is_grad_enabled():
+            return logits
+        # Backward comes here also where nothing before a frozen router is trained.
+        leaf = None if logits.requires_grad else shared.leaf
+        return _Watched.apply(logits, experts, shared.counted, self, leaf)
 
     def take(self, logits: Tensor, experts: Tensor, counted: Tensor | None) -> Tensor | None:
         """Count the choices of a micro-batch, and return what its losses add to the gradient of logits `[B, T, E]`."""
@@ -122,8 +135,10 @@ class Balances(StepState):
         self.ahead, self.loads = torch.zeros(shape, **wide), torch.zeros(shape, **wide)
         self.corrections = torch.zeros(shape, device=device)
         self.share = torch.ones((), device=device)
+        self.leaf = torch.zeros((), device=device, requires_grad=True)  # of autograd's graph; its gradient is None
         self.scale: Tensor | None = None
         self.counted: Tensor | None = None  # bool [B, T], of the present pass; None: all tokens
+        self.knows_padding = True  # whether samples say which of their tokens count
         self.samples: int | None = None  # of a micro-batch; None: as many as a pass has
         self.looks = False  # whether a pass is run for the loads of the batch alone
         self.parameters: dict[int, nn.Parameter] = {}  # of the corrections of this rank's routers, by row
@@ -157,9 +172,8 @@ class Balances(StepState):
     def _begin(self, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         """Take note of a pass through a stage."""
         fields = {**dict(zip(Batch._fields, inputs, strict=False)), **named}
-        plain = fields.get("by_token") is None  # else weights are not those of tokens
-        bounds, weights = fields.get("document_bounds"), fields.get("loss_weights")
-        self.counted = self._counted(bounds, weights) if plain else None
+        weights = token_weights(fields.get("loss_weights"), fields.get("by_token"))
+        self.counted = self._counted(fields.get("document_bounds"), weights)
         self._know()
 
     def _counted(self, bounds: Tensor | None, weights: Tensor | None) -> Tensor | None:
@@ -189,7 +203,7 @@ class Balances(StepState):
     @torch.no_grad()
     def before(self, engine: "TrainingEngine", batch: Batch, micro_batches: int) -> None:
         self._know()
-        counted = self._counted(batch.document_bounds, batch.loss_weights) if batch.by_token is None else None
+        counted = self._counted(batch.document_bounds, token_weights(batch.loss_weights, batch.by_token))
         if counted is not None:
             plan = self.mesh.plan
             tokens = self.mesh.sum(counted.sum())[0] / (plan.tp * plan.pp)
@@ -225,11 +239,12 @@ class Balances(StepState):
 
     def metrics(self) -> dict[str, float]:
         """Return the losses, and of each layer that has experts the loads of the fullest and the emptiest, in even
-        shares, the mean entropy of its router in nats, and how many experts no token of the last step chose."""
+        shares, the mean entropy of its router in nats, and how many experts no token of the last step chose; nothing
+        where padding would count."""
         last = self.last.cpu()
         loads, chances, sums = last.split([self.experts, self.experts, len(SUMS)], 1)
         tokens = loads.sum(1) / self.model.experts_per_token
-        if not tokens.min() > 0:
+        if not self.knows_padding or not tokens.min() > 0:
             return {}
         shares = loads * self.experts / loads.sum(1, keepdim=True)
         found = {"load_max": shares.amax(1), "load_min": shares.amin(1), "router_entropy": sums[:, 2] / tokens}

@@ -3,7 +3,8 @@
 A matrix W `[out, in]` computes y = x W^T + (alpha / rank) (x A^T) B^T. A weight that packs several matrices (queries,
 keys and values; gate and up) has an A `[rank, in]` for each, one below the other, and one B `[out, rank]`: each row
 of B belongs to the matrix of the same row of W. Results are those of separate adapters, as Hugging Face's peft has
-them.
+them. In a stack of matrices `[E, out, in]` each has an A and a B of its own, `[E, rank, in]` and `[E, out, rank]`,
+whose products are grouped as those of the stack are.
 
 Tensor parallelism cuts one of the two as it cuts W: B by its rows, or A by its columns. The other is whole on every
 rank, and its gradients are addends.
@@ -23,7 +24,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Parameter, Shape, inventory
-from dtgpt.ops.local_tensors import on_local_tensors
+from dtgpt.ops.local_tensors import Function, on_local_tensors
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.parallel.layout import ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
@@ -86,8 +87,8 @@ def layouts_of(
 
 def matrix_of_rows(parameter: Parameter, config: ModelConfig) -> Tensor:
     """Return the index, among the matrices that a weight packs, of the one of each row: int64 `[out]`."""
-    found = torch.zeros(parameter.shape[0], dtype=torch.int64)
-    for index, rows in enumerate(config.pieces(parameter)):
+    found = torch.zeros(parameter.shape[-2], dtype=torch.int64)
+    for index, rows in enumerate(config.pieces(parameter)[: count_packed(parameter, config)]):
         for part in rows:
             found[part.start : part.stop : part.step] = index
     return found
@@ -111,10 +112,13 @@ class Adapter(nn.Module):
         self.a, self.b = nn.Parameter(a), nn.Parameter(b)
         self.matrices, self.count, self.scale = matrices, count, scale
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Function | None = None) -> Tensor:
         """Return x W^T + bias with the adapter's addend, of the local tensors of a linear map; for a stack of maps
-        `[E, out, in]` with the inputs `[E, .., in]`, `[E, .., out]`."""
+        `[E, out, in]` with the inputs `[E, .., in]`, `[E, .., out]`. multiply: x, weights, bias -> rows, of a stack
+        that says itself which rows meet which of its maps."""
         a, b = (_local(parameter).to(x.dtype) for parameter in (self.a, self.b))
+        if multiply is not None:
+            return multiply(x, weight, bias) + multiply(multiply(x, a, None) * self.scale, b, None)
         if weight.dim() == 3:
             return torch.baddbmm(torch.bmm(x, weight.mT), torch.bmm(x, a.mT) * self.scale, b.mT)
         if self.matrices.device != b.device:
@@ -129,6 +133,13 @@ def local_adapter(module: nn.Module, parameter: Parameter, config: ModelConfig, 
     count, weight = count_packed(parameter, config), module.get_parameter("weight")
     a, b = (weight.new_empty(each) for each in _shapes(tuple(weight.shape), count, lora.rank))
     return Adapter(a, b, torch.zeros(b.shape[-2], dtype=torch.int64, device=a.device), count, lora.scale)
+
+
+def attach(module: nn.Module, adapter: Adapter) -> None:
+    """Let a linear map, or a stack of them, compute with its adapter. A stack gives its local weight."""
+    module.add_module(NAME, adapter)
+    is_stack = adapter.a.dim() > 2
+    bind(module, product=adapter.product if is_stack else partial(on_local_tensors, adapter.product))
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -150,19 +161,20 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
         for layout in layouts:
             with torch.device("meta"):
                 factors.append(torch.empty(layout.shape, dtype=dtype))
-            if "tp" in layout.cuts:
+            if any(axis in layout.cuts for axis in layout.axes if axis not in ZERO):
+                from torch.distributed.tensor import Replicate, distribute_tensor
                 from torch.distributed.tensor import Shard as Sharded
-                from torch.distributed.tensor import distribute_tensor
 
-                cut = Sharded(layout.cuts["tp"])
-                factors[-1] = distribute_tensor(factors[-1], cast("DTensor", weight).device_mesh, [cut])
+                mesh = cast("DTensor", weight).device_mesh
+                cuts = [layout.cuts.get(axis) for axis in mesh.mesh_dim_names or ()]
+                placements = [Replicate() if dim is None else Sharded(dim) for dim in cuts]
+                factors[-1] = distribute_tensor(factors[-1], mesh, placements)
         a, b = factors
         rows = layouts[1].region(place.rank, without="shard")[-2]
         matrices = matrix_of_rows(parameter, config)[rows.start : rows.stop].to(device)
         adapter = Adapter(a, b, matrices, count_packed(parameter, config), lora.scale)
-        module.add_module(NAME, adapter)
+        attach(module, adapter)
         bind(adapter, sums_over_tp=tuple(n for n, own in zip("ab", layouts, strict=True) if "tp" in own.sums_over))
-        bind(module, product=partial(on_local_tensors, adapter.product))
 
 
 @torch.no_grad()

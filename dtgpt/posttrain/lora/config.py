@@ -1,12 +1,11 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.models.inventory import Parameter, inventory
+from dtgpt.models.inventory import Parameter
 from dtgpt.models.roles import Role
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
@@ -73,17 +72,10 @@ class LoraConfig(Section):
     alpha: Annotated[float, "adapters are scaled by alpha / rank", Bounds(above=0)] = 32.0
     targets: Annotated[
         str,
-        "matrices with an adapter, by role: qkv (queries, keys and values), column (the first matrices of the MLP), "
-        "row (outputs of attention and MLP)",
+        "matrices with an adapter, by role: qkv (queries, keys and values), column (the first matrices of the MLP, and "
+        "of each expert), row (outputs of attention, MLP and experts)",
         Pattern(f"({NAMES})(,({NAMES}))*", f"is not known; use some of {','.join(TARGETS)}"),
     ] = ",".join(TARGETS)
-
-    def check_recipe(self, recipe: Any) -> None:
-        super().check_recipe(recipe)
-        if self.rank and inventory(recipe.model).has(Role.ROUTER):
-            raise UserError(
-                f"lora.rank={self.rank}, but experts have no adapters yet; train all weights with --lora.rank 0"
-            )
 
     @property
     def roles(self) -> set[Role]:

@@ -15,13 +15,13 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.moe.mixture import routers
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.picture import NAME, draw, layers_of
-from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.optim.balance.test_balance import ALL, OLMOE
 from tests.support.bodies_balance import balance_of
+from tests.support.bodies_grpo import Low
 from tests.support.bodies_optimizer import train_part
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run, training
@@ -115,8 +115,8 @@ def test_options_by_which_the_loss_would_depend_on_the_plan_are_refused(moe, nam
          "balance.bias_step=0.1, but a model of gpt2 has no experts; leave --balance.bias_step out"),
         ({"model": replace(OLMOE, corrects_choice=False)}, "have no correction of their choice .*corrects_choice on"),
         ({"balance": BalanceConfig(over="sequence")}, "balance.over=sequence has no effect with balance.loss=0"),
-        ({"dpo": DpoConfig(beta=0.1)}, "samples of dpo.beta do not say which of their tokens are padding"),
-        ({"lora": LoraConfig(rank=4)}, "adapters leave routers as they are|mixtures? of experts"),
+        ({"grpo": Low(group=4), "model": replace(OLMOE, dropout=0.0)}, "the samples that this run makes do not say"),
+        ({"lora": LoraConfig(rank=4)}, "the correction that it moves is a weight .* leave these as they are; use"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be_balanced_are_refused(moe, changes, sentence):
