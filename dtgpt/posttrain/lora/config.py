@@ -11,8 +11,8 @@ from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
 TARGETS = {
     "qkv": {Role.QKV},
-    "column": {Role.COLUMN, Role.COLUMN_STACK},
-    "row": {Role.ROW, Role.ROW_STACK},
+    "column": {Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK},
+    "row": {Role.ROW, Role.INNER_ROW, Role.ROW_STACK},
 }
 NAMES = "|".join(TARGETS)
 NO_RANK = "lora.rank={lora.rank} is not the rank of an adapter; use 1 to {model.hidden_size}, or 0 to train the weights"
