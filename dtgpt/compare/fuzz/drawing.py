@@ -88,10 +88,18 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
-        dense = values.get("model.num_experts", 1) == 1  # else a table cuts attention alone
-        table = draws.pick("table", [name for name in TABLES if dense or name.startswith("qkv") or careless])
+        tables = [name for name in TABLES if name.startswith("qkv")] if _has_experts(architecture, values) else TABLES
+        table = draws.pick("table", tables)
     optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(kinds()))
     return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
+
+
+def _has_experts(architecture: str, values: dict[str, Any]) -> bool:
+    """Return whether blocks have experts, whose matrices no table of a plan cuts."""
+    blank = MODELS[architecture]
+    if not isinstance(blank, ExpertsConfig):
+        return False
+    return replace(blank, num_experts=values.get("model.num_experts", blank.num_experts)).has_experts(0)
 
 
 def _takes(model: ModelConfig, plans: Sequence[Plan]) -> bool:
