@@ -95,9 +95,11 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
 
 def _takes(model: ModelConfig, plans: Sequence[Plan]) -> bool:
     """Return whether a model of this class can have the plans."""
-    spread = any(plan.ep > 1 for plan in plans)
-    if spread and not isinstance(model, ExpertsConfig):
-        return False
+    spread = math.lcm(*(plan.ep for plan in plans))
+    if spread > 1:
+        if not isinstance(model, ExpertsConfig):
+            return False
+        model = replace(model, num_experts=spread)
     return not any(list(broken(model.plan_rules, model, plan=plan)) for plan in plans)
 
 
