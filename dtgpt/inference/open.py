@@ -109,6 +109,7 @@ def notes_on(plan: ResolvedPlan) -> list[str]:
     """Return what the user of a plan should know of it where a model is loaded."""
     ignored = [f"ZeRO-{plan.zero}"] if plan.zero else []
     ignored += ["sequence parallelism"] if plan.sequence_parallel else []
+    ignored += ["expert parallelism"] if plan.ep > 1 else []
     return [f"inference ignores {' and '.join(ignored)} of the plan {plan.name}"] if ignored else []
 
 

@@ -5,8 +5,9 @@ torch's `DeviceMesh` has the groups. It needs processes, though, and planning ha
 a rank's number (`RankCoordinates`). And a decision that each rank takes by itself, to stop or to save, would let the
 others wait in a collective for ever: such decisions are methods of the mesh.
 
-Ranks are ordered (pp, dp, cp, tp) with tp fastest: those that exchange most are neighbours on one node. All ranks of a
-group make the same calls in the same order; who does not call leaves the others waiting.
+Ranks are ordered (pp, dp, cp, tp) with tp fastest: those that exchange most are neighbours on one node. A second mesh
+of the same ranks has the plan's `own_axes`, in which stacks of matrices lie (`layout.axes_of`). All ranks of a group
+make the same calls in the same order; who does not call leaves the others waiting.
 """
 
 from collections.abc import Callable

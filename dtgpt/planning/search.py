@@ -10,13 +10,12 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.step_time import StepTime, compute_time, step_time
-from dtgpt.planning.what_fits import MOST_CP, fits_into, with_fewest_blocks
+from dtgpt.planning.what_fits import MOST_CP, fits_into, spreads, with_fewest_blocks
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -223,8 +222,7 @@ def _divisions(
                 sp = tp > 1 and seq_length % (tp * cp) == 0
                 plan = ResolvedPlan(dp=world // (tp * cp * pp), cp=cp, tp=tp, pp=pp, sequence_parallel=sp)
                 several = plan.data_ranks > 1
-                experts = model.num_experts if isinstance(model, ExpertsConfig) else 1
-                spread = [replace(plan, ep=n) for n in divisors(math.gcd(experts, plan.data_ranks))]
+                spread = [replace(plan, ep=ep) for ep in spreads(model, plan)]
                 if pp == 1:
                     for each in spread:
                         yield each, [("1F1B", None)], [0, 1, 2, 3] if several else [0]

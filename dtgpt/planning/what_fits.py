@@ -8,7 +8,8 @@ from dataclasses import replace
 from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import value_text
 from dtgpt.config.plan import ResolvedPlan, divisors
-from dtgpt.models.config import LARGEST_SIZE
+from dtgpt.models.config import LARGEST_SIZE, ModelConfig
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Gpu
@@ -112,12 +113,19 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
     return lines
 
 
+def spreads(model: ModelConfig, plan: ResolvedPlan) -> list[int]:
+    """Return over how many ranks of data the experts of a model can be spread: from as many as in the plan on."""
+    experts = model.num_experts if isinstance(model, ExpertsConfig) else 1
+    return [ep for ep in divisors(math.gcd(experts, plan.data_ranks)) if ep >= plan.ep]
+
+
 def _changed(settings: Settings) -> Iterator[Settings]:
     """Yield settings that take less memory on as many GPUs: one change, then two, then three."""
     plans: list[ResolvedPlan] = []
     for split in dict.fromkeys((settings.plan.sequence_parallel, settings.plan.tp > 1)):
         plan = replace(settings.plan, sequence_parallel=split)
-        plans += [replace(plan, zero=zero) for zero in range(plan.zero, 4 if plan.data_ranks > 1 else plan.zero + 1)]
+        levels = range(plan.zero, 4 if plan.data_ranks > 1 else plan.zero + 1)
+        plans += [replace(plan, zero=zero, ep=ep) for zero in levels for ep in spreads(settings.model, plan)]
         for times in (n for n in divisors(plan.dp) if n > 1):
             if plan.tp * times <= GPUS_OF_HOST:
                 plans.append(replace(plan, dp=plan.dp // times, tp=plan.tp * times, sequence_parallel=True))

@@ -68,7 +68,7 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
     found = Counter(kind for case in cases for kind in kinds(case))
     expected = {
         "gpt2", "llama", "gpt_neo", "olmo3", "gemma3_text", "gpt_oss", "olmoe", "fp32", "bf16", "one process",
-        "tp", "tp sp", "own cut", "own table",
+        "tp", "tp sp", "ep", "own cut", "own table",
     }  # fmt: skip
     expected |= {f"{axis} zero{level}" for axis in ("dp", "cp") for level in range(4)} | {"cp, same heads"}
     expected |= {"fp16", "fp8", "two plans", "token files"}

@@ -6,15 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtgpt.compare.fuzz.case import MODELS
+from dtgpt.compare.fuzz.drawing import draw_case
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.layout import axes_of
+from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
 from dtgpt.util.errors import UserError
 from tests.support.bodies_exact import bits_of_steps
@@ -171,6 +175,24 @@ def test_messages_of_experts(moe):
     assert found["all-reduce", "dp", 1].bytes == 4 * rest
     assert sent_bytes(settings, 0)["dp"] == 4 * experts + 4 * rest * 1.5
     assert sent_bytes(settings, 0)["ep"] == rows.bytes / 2
+
+
+def test_the_search_for_plans_spreads_experts():
+    found = {(plan.dp, plan.pp, plan.ep) for plan, *_ in _divisions(OLMOE, 4, 16, cuts_samples=False) if plan.tp == 1}
+    assert found == {(4, 1, 1), (4, 1, 2), (4, 1, 4), (2, 2, 1), (2, 2, 2), (1, 4, 1)}
+    assert {plan.ep for plan, *_ in _divisions(GPT2Config(**SHAPE), 4, 16, cuts_samples=False)} == {1}
+
+
+@pytest.mark.slow(2)
+def test_random_cases_spread_experts_that_can_be():
+    cases = [draw_case(1, index, 4) for index in range(250)]
+    plans = [(case, case.parallel_plan()) for case in cases]
+    spread = [
+        (case, plan) for case, plan in plans if plan.ep > 1 and isinstance(MODELS[case.architecture], ExpertsConfig)
+    ]
+    assert {plan.ep for _, plan in spread} == {2, 3, 4}
+    fit = [case for case, plan in spread if case.values["model.num_experts"] % plan.ep == 0]
+    assert len(fit) > 10 and len(fit) > 0.8 * len(spread)  # the others are careless
 
 
 def test_ep_does_not_multiply_the_number_of_processes():

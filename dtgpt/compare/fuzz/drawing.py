@@ -104,9 +104,11 @@ def _has_experts(architecture: str, values: dict[str, Any]) -> bool:
 
 def _takes(model: ModelConfig, plans: Sequence[Plan]) -> bool:
     """Return whether a model of this class can have the plans."""
-    spread = any(plan.ep > 1 for plan in plans)
-    if spread and not isinstance(model, ExpertsConfig):
-        return False
+    spread = math.lcm(*(plan.ep for plan in plans))
+    if spread > 1:
+        if not isinstance(model, ExpertsConfig):
+            return False
+        model = replace(model, num_experts=spread)
     return not any(list(broken(model.plan_rules, model, plan=plan)) for plan in plans)
 
 

@@ -36,7 +36,7 @@ def kinds(case: Case) -> list[str]:
         groups = case.values.get("model.num_kv_heads", case.values["model.num_heads"])
         found += ["cp, same heads"] * (groups % (plan.cp * plan.tp) > 0)
     if plan.ep > 1:
-        found.append(f"ep zero{plan.zero}")
+        found.append("ep")
     if plan.tp > 1:
         found.append("tp sp" if plan.sequence_parallel else "tp")
     if plan.pp > 1:
