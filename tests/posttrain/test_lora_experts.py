@@ -32,7 +32,7 @@ from tests.support.families import EXPERTS
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(30)
 
 STEPS, RANK = 3, 3
 LORA = LoraConfig(rank=RANK, alpha=12.0)

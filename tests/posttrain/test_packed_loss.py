@@ -84,13 +84,13 @@ def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_pa
     assert theirs < 4.5
 
 
-def prepared(recipe, base, folder):
-    """A run on chats, in samples of 64 tokens, of the model and the tokenizer in the folder `base`."""
+def prepared(recipe, base, folder, length=64):
+    """A run on chats, in samples of `length` tokens, of the model and the tokenizer in the folder `base`."""
     chats, draw = folder / "chats.jsonl", random.Random(3)
     chats.write_text("".join(json.dumps({"messages": conversation(draw)}) + "\n" for _ in range(80)))
     prepare(PrepareConfig(input=str(chats), chat=True, output_prefix=folder / "x", tokenizer=str(base), workers=1))
     data = {"path": str(folder / "x_chat_document"), "tokenizer": "auto"}
-    recipe = replace(recipe, model=replace(open_config(base), seq_length=64), init_from=str(base))
+    recipe = replace(recipe, model=replace(open_config(base), seq_length=length), init_from=str(base))
     return change(recipe, micro_batch_size=2, global_batch_size=4, data=data)
 
 
@@ -101,16 +101,19 @@ def test_mixtures_learn_chats_under_every_plan_and_count_no_filling(recipe, tmp_
     their_model("olmoe", vocab_size=384, num_hidden_layers=2, num_experts=6).save_pretrained(base)
     write_tokenizer(base)
     rates = OptimizerConfig(lr=1e-2 if rank else 1e-3, warmup=0, schedule="constant", eps=1e-5)
-    chats = replace(prepared(recipe, base, tmp_path), balance=BalanceConfig(loss=0.5, z_loss=0.1), optimizer=rates)
-    chats = replace(chats, steps=3, lora=LoraConfig(rank=rank) if rank else LoraConfig())
+    chats = replace(prepared(recipe, base, tmp_path, 128), steps=3, optimizer=rates)
+    balance, lora = BalanceConfig(loss=0.5, z_loss=0.1), LoraConfig(rank=rank) if rank else LoraConfig()
+    chats = replace(chats, balance=balance, lora=lora)
     whole = balanced_steps(chats)
     assert whole.losses[-1] < whole.losses[0]
     with open_trainer(chats) as trainer:
+        counted = []
         for step, loads in enumerate(whole.loads):
-            windows = trainer.dataset.windows(4 * step + torch.arange(4), 64, trainer.objective.data_key)
+            windows = trainer.dataset.windows(4 * step + torch.arange(4), 128, trainer.objective.data_key)
             parts = [part for window in windows for part in window[:-1].tensor_split(starts_in(window[:-1]))]
-            tokens = sum(len(part) for part in parts if (part[:, 1] & COUNTS).any())
-            assert 0 < tokens < 4 * 64 and [sum(layer) for layer in loads] == [3 * tokens] * 2
+            counted.append(sum(len(part) for part in parts if (part[:, 1] & COUNTS).any()))
+            assert [sum(layer) for layer in loads] == [3 * counted[-1]] * 2
+        assert 0 < min(counted) < 4 * 128
     for plan in ("dp2_zero3", "pp2"):
         found = pool().run(2, balanced_steps, replace(chats, plan=plan))[0]
         assert found.loads == whole.loads and found.losses == pytest.approx(whole.losses, abs=1e-6), plan
