@@ -469,8 +469,8 @@ FAULTS = [
     Fault(
         "balance: evaluation is counted",
         "dtgpt/optim/balance/state.py",
-        "return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits",
-        "if not torch.is_grad_enabled():\n            self.take(logits, experts, shared.counted)\n"
+        "return _Watched.apply(logits, experts, shared.counted, self) if trains else logits",
+        "if not trains:\n            self.take(logits, experts, shared.counted)\n"
         "        return _Watched.apply(logits, experts, shared.counted, self)",
     ),
     Fault(
