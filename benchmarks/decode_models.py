@@ -3,6 +3,8 @@
 import torch
 
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.families.granitemoe import GRANITE_1B_A400M
+from dtgpt.models.families.olmoe import OLMOE_1B_7B
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.parallel.cache_sizes import core_sizes
@@ -15,6 +17,7 @@ TINY_LLAMA = LlamaConfig(
 MODELS: dict[str, ModelConfig] = {
     "tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M,
     "tiny_llama": TINY_LLAMA, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
+    "olmoe": OLMOE_1B_7B, "granite_1b_a400m": GRANITE_1B_A400M,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/exact.py --model 345m --tokens 1000000
     python benchmarks/exact.py --model llama32_1b --length 1024 --tokens 1000000 --compile
+    python benchmarks/exact.py --model olmoe --length 1024 --tokens 1000000
     torchrun --nproc-per-node 2 benchmarks/exact.py --model 345m --plan tp2_sp
     python benchmarks/exact.py --products
     python benchmarks/exact.py --narrow

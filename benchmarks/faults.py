@@ -400,8 +400,8 @@ FAULTS = [
     Fault(
         "experts: the weights of a token add up to 1 where they should not",
         "dtgpt/ops/experts/routing.py",
-        "logits.logsumexp(-1, keepdim=True)",
-        "own.logsumexp(-1, keepdim=True)",
+        "F.softmax(logits, -1).gather(-1, experts)",
+        "F.softmax(own, -1)",
     ),
     Fault(
         "experts: the gradient of a router is lost while the loss is right",
@@ -469,8 +469,8 @@ FAULTS = [
     Fault(
         "balance: evaluation is counted",
         "dtgpt/optim/balance/state.py",
-        "return _Watched.apply(logits, experts, shared.counted, self) if torch.is_grad_enabled() else logits",
-        "if not torch.is_grad_enabled():\n            self.take(logits, experts, shared.counted)\n"
+        "return _Watched.apply(logits, experts, shared.counted, self) if trains else logits",
+        "if not trains:\n            self.take(logits, experts, shared.counted)\n"
         "        return _Watched.apply(logits, experts, shared.counted, self)",
     ),
     Fault(

@@ -198,7 +198,7 @@ def as_json(
             "choices": {
                 "compared": records[name].chosen,
                 "others": records[name].turned,
-                "per_million": per_million(records[name]),
+                "per_million": records[name].flips_per_million,
             },
             "differences": {
                 "loss": apart.loss,
@@ -264,20 +264,6 @@ def run_plan(pool: Pool, path: Path, side: Side, steps: int, tracing: Tracing, p
     return read_record(tracing.file)
 
 
-def told_choices(record: Record) -> str:
-    """Return how many choices of experts rounding has turned over; empty where none was compared."""
-    if not record.chosen:
-        return ""
-    rate = (
-        f"choices of experts: {record.turned} of {record.chosen:,} are others ({per_million(record):.3g} per million)"
-    )
-    return f"{rate}; {min(record.flips, key=lambda flip: (flip.step, -flip.gap))}" if record.flips else rate
-
-
-def per_million(record: Record) -> float:
-    return 1e6 * record.turned / max(1, record.chosen)
-
-
 def report(
     records: dict[str, Record],
     differences: dict[str, Difference],
@@ -305,7 +291,7 @@ def report(
         elif name in located:
             finding = located[name].first
             lines.append(hanging(f"  first difference: {'none' if finding is None else finding}", 4))
-        if told := told_choices(records[name]):
+        if told := records[name].told_choices:
             lines.append(hanging(f"  {told}", 4))
     if MOVED[0] in differences:
         lines.append(f"{MOVED[0]}: one process whose initial weights were moved by their last bit")

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dtgpt.compare.choices import Flip, as_the_run, choices_of_ranks, file_of_choices, loads_of, open_choices
+from dtgpt.compare.choices import Choices, Flip, as_the_run, choices_of_ranks, file_of_choices, loads_of, open_choices
 from dtgpt.compare.float64 import move, trace_in_float64
 from dtgpt.compare.own_check import OwnFault, Snapshot, far_from_float64, repeat_step
 from dtgpt.compare.rounding import comparable
@@ -80,6 +80,22 @@ class Record:
     far: OwnFault | None = None  # where it is further from float64 than its precision explains
 
     @property
+    def flips_per_million(self) -> float:
+        """How many of a million tokens have other experts than in the reference, in each layer."""
+        return 1e6 * self.turned / max(1, self.chosen)
+
+    @property
+    def told_choices(self) -> str:
+        """How many choices of experts rounding has turned over, in words; empty where none was compared."""
+        if not self.chosen:
+            return ""
+        rate = (
+            f"choices of experts: {self.turned} of {self.chosen:,} are others ({self.flips_per_million:.3g} per "
+            "million)"
+        )
+        return f"{rate}; {min(self.flips, key=lambda flip: (flip.step, -flip.gap))}" if self.flips else rate
+
+    @property
     def eps(self) -> float:
         """The relative distance of neighbours in the type of the activations."""
         return torch.finfo(getattr(torch, self.dtype.removeprefix("torch."))).eps
@@ -136,10 +152,15 @@ def without_graphs(recipe: Recipe) -> Recipe:
 
 
 def record(
-    trainer: Trainer, steps: int, after_step: Callable[[], None] = lambda: None, tracing: Tracing | None = None
+    trainer: Trainer,
+    steps: int,
+    after_step: Callable[[], None] = lambda: None,
+    tracing: Tracing | None = None,
+    choices: Choices | None = None,
 ) -> Record | None:
     """Train `steps` steps, in each process of the plan, and return the record on rank 0. `after_step` is called after
-    each. With `tracing`, the first step is traced, and the last one begins from the weights of the reference."""
+    each. With `tracing`, the first step is traced, and the last one begins from the weights of the reference. choices:
+    what sees those of experts; with `tracing` this is opened here."""
     mesh, settings, optimizer = trainer.mesh, trainer.settings, trainer.optimizer
     kept: dict[str, Tensor] = {}
 
@@ -160,7 +181,8 @@ def record(
     unrepeated = far = None
     tokens = {} if tracing is None else note_tokens(trainer)
     checked = tracing is not None and tracing.is_reference
-    choices = None if tracing is None else open_choices(trainer, tracing.shared, tracing.is_reference)
+    if tracing is not None:
+        choices = open_choices(trainer, tracing.shared, tracing.is_reference)
     loads: list[dict[str, list[int]]] = []
     prepare = partial(as_the_run, trainer, choices)
     for step in range(steps):
@@ -169,7 +191,7 @@ def record(
             take_shared(trainer, tracing)
         begin = Snapshot(trainer) if tracing is not None and step == 0 else None
         trainer.expect_batch()
-        seen = nullcontext() if choices is None else choices.of_step(step + 1, first_sample(trainer))
+        seen = nullcontext() if choices is None else choices.of_step(trainer.step + 1, first_sample(trainer))
         with seen, nullcontext() if tracing is None or step > 0 else traced(trainer, tracing.file):
             loss = trainer.gradients()
         if step == 0:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.compare.compare import told_choices
 from dtgpt.compare.gate import Reference, locate
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import Limits, difference, first_state
@@ -73,7 +72,7 @@ def test_choices_that_rounding_turns_over_are_counted_and_no_fault(recipe, held,
     assert found.fault is None and 0 < record.turned < record.chosen
     assert {flip.module for flip in record.flips} == {"blocks.1.mlp.router"}
     assert all({flip.ours, flip.theirs} == {1, 3} and flip.gap < 1e-6 for flip in record.flips)
-    told = told_choices(record)
+    told = record.told_choices
     assert f"{record.turned} of {record.chosen}" in told and "layer 1: experts 3 and 1 are" in told
     assert max(flip.token for flip in record.flips) > 8 and record.turned == len(record.flips)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.compare.choices import Flip
 from dtgpt.compare.fuzz.case import TABLES, Case, First, Setting, parse, plain, write_text
 from dtgpt.compare.fuzz.drawing import draw_case
 from dtgpt.compare.fuzz.judge import BAD, Alone, Figures, Outcome, judge
@@ -25,7 +26,13 @@ from dtgpt.config.recipe_file import kinds as optimizers
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.errors import UserError
-from tests.support.bodies_fuzz import hang, with_mask_offset
+from tests.support.bodies_fuzz import (
+    hang,
+    with_half_of_router_gradients,
+    with_mask_offset,
+    with_other_experts,
+    with_swapped_experts,
+)
 
 pytestmark = pytest.mark.slow(10)
 
@@ -145,6 +152,59 @@ def test_a_failure_is_shrunk_to_a_small_case(setting, pool):
     assert smallest.case.values["model.dropout"] == 0.25 and smallest.case.values["recompute"] == "none"
     assert smallest.case.values["steps"] == 1
     assert runner.run(parse(str(smallest.case))).verdict == "differs"
+
+
+MIXTURE = {
+    "model.num_layers": 2, "model.num_kv_heads": 2, "model.num_heads": 2, "model.head_dim": 4,
+    "model.hidden_size": 16, "model.ffn_hidden_size": 12, "model.seq_length": 12, "model.num_experts": 5,
+    "model.experts_per_token": 2, "model.init_std": 0.1, "micro_batch_size": 2, "global_batch_size": 8, "steps": 3,
+    "optimizer.eps": 1e-3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_faults_of_mixtures_of_experts_are_found_whose_choices_are_those_of_one_process(setting, pool, precision):
+    case = Case("olmoe", "dp2", MIXTURE | {"precision": precision})
+    assert Runner(setting, pool).run(case).verdict == "right"
+    found = {work: Runner(setting, pool, work).run(case) for work in FAULTS_OF_EXPERTS}
+    assert {outcome.verdict for outcome in found.values()} == {"differs"}
+    for work, words in FAULTS_OF_EXPERTS.items():
+        assert words in found[work].sentence, found[work].sentence
+
+
+FAULTS_OF_EXPERTS = {
+    with_half_of_router_gradients: "mlp.router.weight differs by 5.0e-01",
+    with_swapped_experts: "a choice that rounding does not explain: token",
+    with_other_experts: "mlp.experts.",
+}
+
+
+def test_two_plans_of_a_mixture_take_the_choices_of_one_process(setting, pool):
+    case = Case("olmoe", "pp2", MIXTURE | {"precision": "bf16"}, first=First("dp2_zero3", 1, 4))
+    assert Runner(setting, pool).run(case).verdict == "right"
+
+
+def flip_of(gap: float) -> Flip:
+    return Flip(1, "blocks.0.mlp.router", 0, 3, 2, 4, gap, 0)
+
+
+def test_choices_of_experts_that_rounding_does_not_explain_are_said():
+    case, record = Case("olmoe", "dp2", {}), record_of(tensors=tensors_of(1.0, 1.0, 1.0), chosen=8)
+
+    def verdict(gap: float, moved: float | None = None, **changes) -> str:
+        seen, rounded = (
+            Seen(replace(record, flips=[flip_of(g or 0.0)], turned=1, **changes), 5.0, 0, [], []) for g in (gap, moved)
+        )
+        alone = Alone(Seen(record, 5.0, 0, [], []), moved=None if moved is None else rounded)
+        return judge(case, [seen], alone)
+
+    assert verdict(5e-7).verdict == "right" and "1 of 8 are others" in verdict(5e-7).sentence
+    assert "explain: token 3 of sample 0, layer 0: experts 2 and 4 are 1e-03 apart, step 1" in verdict(1e-3).sentence
+    assert verdict(-1e-3).verdict == "differs"
+    assert verdict(1e-3, moved=5e-4).verdict == "right"
+    assert verdict(0.0, moved=1.0, rounding="none").verdict == "right"
+    assert verdict(1e-9, moved=1.0, rounding="none").verdict == "differs"
+    assert verdict(0.0, loads=[{"0": [1, 7]}]).sentence == "experts have other loads"
 
 
 def test_a_failure_prints_commands_that_repeat_it(setting, monkeypatch, capsys):

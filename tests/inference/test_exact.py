@@ -1,6 +1,10 @@
-"""Generation with the bits of training's forward pass: equal log-probabilities on a GPU, and what is refused."""
+"""Generation with the bits of training's forward pass: equal log-probabilities on a GPU, of mixtures of experts also on
+a CPU where sums are made row by row; and what is refused."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +23,19 @@ from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.families.glm4_moe import Glm4MoeConfig
+from dtgpt.models.families.granitemoe import GraniteMoeConfig
+from dtgpt.models.families.mixtral import MixtralConfig
+from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.models.families.qwen2_moe import Qwen2MoeConfig
+from dtgpt.models.families.qwen3_moe import Qwen3MoeConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.experts.products import grouped_linear
+from dtgpt.ops.experts.routing import router_logits
 from dtgpt.ops.kernels.linear import FEW
 from dtgpt.ops.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
@@ -33,7 +47,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
-from tests.support.bodies_exact import gradients_by_rows, losses_kept, trained_and_scored
+from tests.support.bodies_exact import all_by_rows, gradients_by_rows, losses_kept, trained_and_scored
 from tests.support.families import OURS
 from tests.support.gpus import run_on_two_gpus
 from tests.support.other_architecture import OtherConfig
@@ -47,6 +61,31 @@ LLAMA = LlamaConfig(
     num_layers=3, hidden_size=256, num_heads=6, num_kv_heads=2, head_dim=64, ffn_hidden_size=704, seq_length=256,
     vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
 )  # fmt: skip
+SHAPE = {
+    "num_layers": 3, "hidden_size": 256, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "seq_length": 256,
+    "vocab_size": 1000, "init_std": 0.1, "num_experts": 16, "experts_per_token": 4,
+}  # fmt: skip
+LITTLE = {
+    "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "seq_length": 24,
+    "vocab_size": 250, "init_std": 0.1, "num_experts": 8, "experts_per_token": 3,
+}  # fmt: skip
+
+
+def mixtures(shape: dict[str, Any], width: int) -> dict[str, ExpertsConfig]:
+    """Return mixtures of experts of some sizes, by family; width: of an expert."""
+    return {
+        "olmoe": OlmoeConfig(**shape, ffn_hidden_size=width, clip_qkv=2.0, corrects_choice=True),
+        "granitemoe": GraniteMoeConfig(**shape, ffn_hidden_size=width, attention_scale=0.2),
+        "qwen3_moe": Qwen3MoeConfig(**shape, ffn_hidden_size=2 * width, expert_size=width, expert_pattern="ED"),
+        "mixtral": MixtralConfig(**shape, ffn_hidden_size=width),
+        "qwen2_moe": Qwen2MoeConfig(**shape, ffn_hidden_size=width, expert_size=width, shared_size=2 * width),
+        "glm4_moe": Glm4MoeConfig(
+            **shape, ffn_hidden_size=2 * width, expert_size=width, shared_size=width, expert_groups=4, open_groups=2,
+            qk_norm=True,
+        ),
+    }  # fmt: skip
+
+
 SMALL = replace(GPT2, num_layers=1, hidden_size=64, num_heads=2)
 TINY = [
     GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, init_std=0.1),
@@ -64,17 +103,24 @@ CONFIGS = {
     "qwen2.5": replace(LLAMA, attention_bias="qkv"),
     "yarn": replace(LLAMA, rope_scaling="yarn"),
     "heads that share nothing": replace(LLAMA, num_heads=2, head_dim=128),
+    **mixtures(SHAPE, width=192),
 }
+LENGTHS = (1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)  # of prompts
 
 
 def model_of(config, dtype: torch.dtype) -> Decoder:
-    model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
-    generator = torch.Generator(CUDA).manual_seed(0)
+    return scattered(build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype), "flash")
+
+
+def scattered(model: Decoder, backend: Backend) -> Decoder:
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases are not 0, nor gains 1, once a model is trained
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, device=CUDA, dtype=dtype)
+            noise = torch.randn(parameter.shape, generator=generator, device=device, dtype=parameter.dtype)
+            parameter.data += 0.1 * noise
     for core in (module for module in model.modules() if isinstance(module, AttentionCore)):
-        bind(core, backend="flash")
+        bind(core, backend=backend)
     return model
 
 
@@ -91,14 +137,14 @@ def engine_of(model: Decoder, dtype: torch.dtype, slots: int) -> Engine:
     return Engine([model], Mesh(Plan().for_world(1), CUDA), model.config, dtype, slots, graphs=True, exact=True)
 
 
-def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
+def generated(engine: Engine, lengths: Sequence[int] = LENGTHS) -> list[tuple[list[int], list[float], int]]:
     """Return (ids, log-probabilities, first position of these) of sequences that fill the cache, drawn together: half
     of the prompts are scored, in cuts or whole."""
     config = engine.config
     poison(engine._rank_step.cache)
     generator, found = torch.Generator().manual_seed(0), {}
-    for index, length in enumerate((1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)):
-        ids = torch.randint(0, 1000, (length,), generator=generator).tolist()
+    for index, length in enumerate(lengths):
+        ids = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
         sampling = Options(
             max_new_tokens=config.seq_length - length, temperature=(0.0, 1.0, 0.7)[index % 3],
             top_p=0.9 if index % 4 == 3 else 1.0, ends=False, seed=index,
@@ -131,7 +177,7 @@ def test_log_probabilities_are_those_of_training(kind: str):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "olmoe", "granitemoe"])
 def test_so_they_are_in_other_precisions(kind: str, dtype: torch.dtype):
     check(kind, dtype)
 
@@ -142,7 +188,7 @@ def check(kind: str, dtype: torch.dtype) -> None:
 
 
 def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = next(model.parameters()).device
     for rows in (1, 5, 12):  # of a micro-batch: few and many rows of products
         for first in range(0, len(drawn), rows):
             some = drawn[first : first + rows]
@@ -151,6 +197,40 @@ def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]
                 assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), (rows, first + row)
     short = drawn[0][0][:78]
     assert torch.equal(trained(model, torch.tensor([short], device=device))[0].cpu(), torch.tensor(drawn[0][1][:77]))
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", mixtures(LITTLE, 32))
+def test_log_probabilities_of_mixtures_are_those_of_training(kind, dtype):
+    """Where no sum of a product or of attention depends on the other rows, nothing else does either."""
+    config = mixtures(LITTLE, width=32)[kind]
+    BITS.check_blocks(config)
+    model = scattered(build_model(config, CPU, dtype, root_key(0)).to(dtype), "explicit")
+    with all_by_rows():
+        engine = Engine([model], Mesh(Plan().for_world(1), CPU), config, dtype, 3, graphs=False, exact=True)
+        check_trained(model, generated(engine, (1, 3, 8, 16, 23)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("size", "columns"), [(2048, 2048), (1024, 2048), (1536, 1024)])
+def test_products_of_few_rows_of_experts_have_the_bits_of_many(dtype, size, columns):
+    """Of the routers too, which have few columns."""
+    experts, rows = 32, 8192
+    x, router = (torch.randn(n, size, device=CUDA) for n in (rows, experts))
+    weight = (torch.randn(experts, columns, size, device=CUDA) / math.sqrt(size)).to(dtype)
+    chosen = torch.randint(0, experts, (rows,), device=CUDA).sort().values
+    x = x.to(dtype)
+    whole, logits = grouped_linear(x, weight, None, ends_of(chosen, experts)), router_logits(x, router.to(dtype), None)
+    for count in (1, 2, 3, 8, 16, 63, 64, 65, 128, 200, 512):
+        some = torch.randperm(rows, device=CUDA)[:count].sort().values
+        assert torch.equal(grouped_linear(x[some], weight, None, ends_of(chosen[some], experts)), whole[some])
+        assert torch.equal(router_logits(x[some], router.to(dtype), None), logits[some])
+
+
+def ends_of(chosen: Tensor, experts: int) -> Tensor:
+    return torch.searchsorted(chosen, torch.arange(experts, device=CUDA), right=True, out_int32=True)
 
 
 @pytest.mark.cuda
@@ -230,7 +310,7 @@ WITHOUT = {
 def test_a_model_without_decode_kernels_is_refused(config):
     BITS.check_blocks(GPT2)
     BITS.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
-    with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
+    with pytest.raises(UserError, match=r"exact=True serves blocks of GPT-2 and LLaMA.*leave exact out"):
         BITS.check_blocks(config)
 
 

@@ -424,7 +424,7 @@ def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grp
         trainer.train_step()
         assert not trainer.objective.rollouts.exact
     wanted = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
-    with open_trainer(wanted) as trainer, pytest.raises(UserError, match="exact=True has kernels for GPT-2 and LLaMA"):
+    with open_trainer(wanted) as trainer, pytest.raises(UserError, match="exact=True serves blocks of GPT-2 and LLaMA"):
         trainer.train_step()
 
 

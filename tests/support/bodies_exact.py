@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from dtgpt.capabilities import CAPABILITIES
+from dtgpt.compare.choices import Choices
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
+from dtgpt.ops.attention.core import PLAIN_RULE
+from dtgpt.ops.experts.products import experts_of_rows, grouped_product
 from dtgpt.ops.kernels.linear import CHAIN_NAME
 from dtgpt.ops.linear import linear, linear_into
 from dtgpt.ops.loss.head import _losses_and_gradient_
@@ -61,6 +64,34 @@ def bits_of_steps(recipe: Recipe) -> dict[str, str]:
         for kind in ("exp_avg", "exp_avg_sq", "momentum"):
             keep(kind, lambda shard, kind=kind: rule.state(shard.index).get(kind, shard.local))
         found["held out"] = str(trainer.held_out_loss())
+    return found
+
+
+def bits_and_choices(recipe: Recipe) -> dict[str, str]:
+    """Train all steps of a recipe whose model has experts. Return on rank 0 the bits of losses, gradients and choices
+    of each step, and of weights after the last."""
+    from dtgpt.compare.whole_tensors import gather_whole
+
+    found: dict[str, str] = {}
+    with open_trainer(recipe) as trainer:
+        choices = Choices(trainer.mesh.rank, recipe.micro_batch_size, None)
+        choices.attach(trainer.stages)
+
+        def keep(kind: str, whole: Tensor | None) -> None:
+            found[kind] = "" if whole is None else sha256(whole.numpy().tobytes()).hexdigest()
+
+        for step in range(recipe.steps):
+            with choices.of_step(step):
+                loss = trainer.gradients()
+            for name, whole in gather_whole(trainer.shards, trainer.gradient):
+                keep(f"gradient {step} of {name}", whole)
+            found[f"loss {step}"] = trainer.mean_loss(trainer.update(loss)).hex()
+        for name, whole in gather_whole(trainer.shards, attrgetter("local")):
+            keep(f"weight of {name}", whole)
+        own = {key: torch.cat(parts) for key, parts in choices.kept.items()}
+        replicas = sorted(trainer.mesh.gather((trainer.mesh.place.dp, own)), key=lambda each: each[0])
+        for key in {key for _, made in replicas for key in made}:
+            keep(f"choices {key}", torch.cat([made[key] for _, made in replicas if key in made]))
     return found
 
 
@@ -157,6 +188,61 @@ def products_by_rows() -> Iterator[None]:
             kernels = [k._replace(run=by_rows) if k.name == CHAIN_NAME else k for k in operation.kernels]
             stack.enter_context(mock.patch.object(operation, "kernels", kernels))
         yield
+
+
+def grouped_by_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return what `grouped_product` does, where a row's sums do not depend on the number of rows."""
+    return by_rows(x, weight[experts_of_rows(x, ends)])
+
+
+def attention_of_one(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Return the attention `[N, D]` of one query `[N, D]` over keys and values `[N_kv, S, D]`."""
+    keys, values = (each.repeat_interleave(len(q) // len(keys), 0) for each in (keys, values))
+    scores = (q[:, None] * keys).sum(-1).float() * scale
+    return (scores.softmax(-1).to(q.dtype)[:, None] * values.mT.contiguous()).sum(-1)
+
+
+def explicit_by_rows(q, k, v, key, p, start, hidden=None, rule=PLAIN_RULE) -> Tensor:
+    """Return the causal attention `[B, N, T, D]`, in which each query's sums are those of a query alone."""
+    assert key is None and hidden is None
+    before, scale = k.shape[2] - q.shape[2], rule.factor(q.shape[-1])
+    rows = [
+        [attention_of_one(own[:, t], *(each[:, : before + t + 1] for each in seen), scale) for t in range(q.shape[2])]
+        for own, *seen in zip(q, k, v, strict=True)
+    ]
+    return torch.stack([torch.stack(row, 1) for row in rows])
+
+
+def cached_by_rows(q, k, v, keys, values, slots, positions, rule=PLAIN_RULE) -> Tensor:
+    """Return what `exact_attention` does, with the bits of `explicit_by_rows`."""
+    keys[slots, :, positions], values[slots, :, positions] = k, v
+    places = zip(q.flatten(1, 2), slots.tolist(), positions.tolist(), strict=True)
+    scale = rule.factor(q.shape[-1])
+    made = [attention_of_one(own, keys[s, :, : t + 1], values[s, :, : t + 1], scale) for own, s, t in places]
+    return torch.stack(made)
+
+
+def sigmoid_by_element(x: Tensor) -> Tensor:
+    """Return the sigmoid, which on a CPU torch computes in two ways, by the place of an element in memory."""
+    return (1 / (1 + (-x.double()).exp())).to(x.dtype)
+
+
+@contextmanager
+def all_by_rows() -> Iterator[None]:
+    """Let products and attention of training and of generation be as on a GPU, where no row depends on the others."""
+    with ExitStack() as stack:
+        stack.enter_context(products_by_rows())
+        stack.enter_context(mock.patch.object(grouped_product, "definition", grouped_by_rows))
+        stack.enter_context(mock.patch("dtgpt.ops.attention.core.explicit", explicit_by_rows))
+        stack.enter_context(mock.patch("dtgpt.inference.kernels.serve.exact_attention", cached_by_rows))
+        stack.enter_context(mock.patch("dtgpt.inference.kernels.serve.next_rows", next_by_rows))
+        stack.enter_context(mock.patch.object(Tensor, "sigmoid", sigmoid_by_element))
+        stack.enter_context(mock.patch("dtgpt.inference.kernels.serve.has_triton", lambda x: True))
+        yield
+
+
+def next_by_rows(slots: Tensor, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    return token[slots], position[slots]
 
 
 @contextmanager

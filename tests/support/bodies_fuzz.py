@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from dtgpt.compare.fuzz.case import Case, Run, Setting
 from dtgpt.compare.fuzz.measure import Seen, measure
 from dtgpt.models.binding import bind
+from dtgpt.ops.experts.products import grouped_product, grouped_reference
+from dtgpt.ops.experts.routing import _Logits, choose
 from dtgpt.parallel.tensor import DropoutShard
 
 
@@ -30,6 +35,37 @@ def mask_offset() -> Iterator[None]:
 
 def with_mask_offset(setting: Setting, case: Case, run: Run) -> Seen | None:
     with mask_offset():
+        return measure(setting, case, run)
+
+
+def with_half_of_router_gradients(setting: Setting, case: Case, run: Run) -> Seen | None:
+    def half(ctx, grad):
+        dx, dweight, none = backward(ctx, grad)
+        return dx, dweight / 2, none
+
+    backward = _Logits.backward
+    with mock.patch.object(_Logits, "backward", half):
+        return measure(setting, case, run)
+
+
+def with_swapped_experts(setting: Setting, case: Case, run: Run) -> Seen | None:
+    """Tokens choose experts 0 and 1 in place of each other."""
+
+    def swapped(*arguments) -> Tensor:
+        experts = choose(*arguments)
+        return torch.where(experts < 2, 1 - experts, experts)
+
+    with mock.patch("dtgpt.models.moe.mixture.choose", swapped):
+        return measure(setting, case, run)
+
+
+def with_other_experts(setting: Setting, case: Case, run: Run) -> Seen | None:
+    """Rows go through the matrices of the next expert."""
+
+    def of_next(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_reference(x, weight.roll(1, 0), ends)
+
+    with mock.patch.object(grouped_product, "definition", of_next):
         return measure(setting, case, run)
 
 

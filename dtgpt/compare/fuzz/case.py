@@ -240,6 +240,11 @@ class Setting:
         """Where the first plan of a case saves its checkpoint."""
         return self.text.with_name("run")
 
+    @property
+    def shared(self) -> Path:
+        """What the names of the files begin with that the reference of a case leaves for its other runs."""
+        return self.text.with_name("shared")
+
     def recipe_for(self, case: Case, run: Run) -> Recipe | None:
         """Return the recipe of one of a case's runs; None where it does not have this run. Raises UserError."""
         if run == "plan":

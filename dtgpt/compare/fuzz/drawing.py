@@ -274,8 +274,6 @@ def _training(draws: Draws, blank: ModelConfig, careless: bool) -> dict[str, Any
         cores = inventory(blank).kinds_of_cores()
         back_ends = [b for b in back_ends if not any(unknown_to(b, core.softcap, core.sinks) for core in cores)]
     precision = draws.pick("precision", ("fp32",) * 9 + ("bf16", "fp16", "fp8"))
-    if isinstance(blank, ExpertsConfig):  # narrow types choose other experts, which no tolerance tells from a fault
-        precision = "fp32"
     values = {
         "seed": draws.below("seed of the run", 1 << 20),
         "precision": precision,

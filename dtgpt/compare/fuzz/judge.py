@@ -15,6 +15,7 @@ Verdict = Literal["right", "refused", "empty", "differs", "fails", "hangs"]
 # Some gradients are zero but for rounding, such as those of queries that see one token. One that is smaller than this
 # fraction of the whole gradient's norm is held against that: an error shows from 1e-7 of the whole gradient on.
 LEAST = 1e-3
+GAP = 8.0  # times eps: by how much the scores of two experts may differ where one run chose the one, one the other
 BAD = ("differs", "fails", "hangs")
 
 
@@ -81,6 +82,8 @@ def judge(
         _copies(ranks),
         "" if not first or first[0].end == ranks[0].begin else "weights or moments read are not those saved",
         *_in_16_bits(alone, rounded),
+        _choices(ours, moved),
+        "" if ours.loads == theirs.loads else "experts have other loads",
     ]
     wrong = [problem for problem in all_problems if problem]
     figures = Figures(found.loss, found.first_gradient, found.last_gradient, found.weight, held_out)
@@ -88,7 +91,7 @@ def judge(
         return Outcome(case, "differs", "; ".join(wrong), figures, kind="differs")
     if not found.applied:
         return Outcome(case, "empty", "fp16 skips every step")
-    return Outcome(case, "right", "", figures)
+    return Outcome(case, "right", ours.told_choices if ours.turned else "", figures)
 
 
 def joined(records: Sequence[Record | None]) -> Record:
@@ -107,6 +110,10 @@ def joined(records: Sequence[Record | None]) -> Record:
         rates=[rate for part in parts for rate in part.rates],
         scales=[scale for part in parts for scale in part.scales],
         initial=begin.initial,
+        loads=[loads for part in parts for loads in part.loads],
+        flips=[flip for part in parts for flip in part.flips],
+        turned=sum(part.turned for part in parts),
+        chosen=sum(part.chosen for part in parts),
         tensors={**end.tensors, **gradients},
     )
 
@@ -128,6 +135,15 @@ def first_step(record: Record) -> Record:
     """Return the first step of a record."""
     tensors = {name: value for name, value in record.tensors.items() if name.startswith("first ")}
     return replace(record, losses=record.losses[:1], norms=record.norms[:1], rates=[], scales=[], tensors=tensors)
+
+
+def _choices(record: Record, moved: Seen | None) -> str:
+    """Return what is wrong with the experts that a plan chose: rounding explains another choice where the scores of
+    both are nearly equal, or where it turns over choices as clear as this one on one process."""
+    shown = [] if moved is None or moved.record is None else moved.record.flips
+    most = 0.0 if record.rounding == "none" else max([GAP * record.eps, *(ROUNDINGS * abs(f.gap) for f in shown)])
+    worst = max(record.flips, key=lambda flip: abs(flip.gap), default=None)
+    return "" if worst is None or abs(worst.gap) <= most else f"a choice that rounding does not explain: {worst}"
 
 
 def _held_out_losses(seen: Seen) -> list[float | None]:

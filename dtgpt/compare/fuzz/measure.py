@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.save import Saver
+from dtgpt.compare.choices import file_of_choices, open_choices
 from dtgpt.compare.fuzz.case import Case, Run, Setting
-from dtgpt.compare.record import Record, move_weights, note_tokens, record
+from dtgpt.compare.record import Record, move_weights, note_tokens, record, without_graphs
 from dtgpt.compare.shared_state import rows_of_states, whole_states
 from dtgpt.models.batch import Batch
 from dtgpt.optim.fp8.scales import Fp8Scales
@@ -42,12 +43,13 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
     """Train the steps of a case: in each process of its plan, or all of them on one process as its reference. Where the
     case has two plans, the steps under the `first` end with a checkpoint, from which the `plan` goes on. To know what
     rounding does to the case: on one process in fp32 (`exact`; None if the case is in fp32), or from initial weights
-    that are `moved` by a last bit. One process takes all steps, and in fp32 each as one pass over its whole batch."""
+    that are `moved` by a last bit. One process takes all steps, and in fp32 each as one pass over its whole batch. All
+    runs of a model with experts take the choices of the reference, which runs first."""
     recipe = setting.recipe_for(case, run)
     if recipe is None:
         return None
     resumes = case.first is not None and run == "plan"
-    with open_trainer(recipe, setting.run_folder if resumes else None) as trainer:
+    with open_trainer(without_graphs(recipe), setting.run_folder if resumes else None) as trainer:
         if run == "moved":
             move_weights(trainer)
         if run not in ("plan", "first"):
@@ -56,7 +58,10 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
                 trainer.engine = WholeBatchEngine(trainer)
         tokens, notes, begin = note_tokens(trainer), _Notes(trainer), _digest_of_state(trainer)
         last = case.first.steps if case.first and run == "first" else trainer.steps
-        made = record(trainer, last - trainer.step, notes.after_step)
+        choices = open_choices(trainer, setting.shared, run == "reference")
+        made = record(trainer, last - trainer.step, notes.after_step, choices=choices)
+        if choices is not None and run == "reference":
+            choices.save(file_of_choices(setting.shared))
         seen = Seen(
             record=made,
             held_out=notes.held_out,

@@ -19,7 +19,7 @@ def line(index: int, outcome: Outcome) -> str:
     said = outcome.sentence
     if outcome.verdict == "right" and figures is not None:
         gradients = f"gradients {figures.first_gradient:.0e} and {figures.last_gradient:.0e}"
-        said = f"loss {figures.loss:.0e}, {gradients}, weight {figures.weight:.0e}"
+        said = "; ".join(filter(None, (f"loss {figures.loss:.0e}, {gradients}, weight {figures.weight:.0e}", said)))
     return f"{index:>4} {outcome.verdict:<8}{name}: {said}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from dtgpt.compare.fuzz.case import Case, Setting, parse
+from dtgpt.compare.choices import file_of_choices
+from dtgpt.compare.fuzz.case import MODELS, Case, Setting, parse
 from dtgpt.compare.fuzz.drawing import draw_case
 from dtgpt.compare.fuzz.judge import Alone, Outcome, judge
 from dtgpt.compare.fuzz.measure import Seen, measure
@@ -45,7 +46,8 @@ class Runner:
         self.setting, self.pool, self.work, self.timeout, self.tolerance = setting, pool, work, timeout, tolerance
 
     def run(self, case: Case) -> Outcome:
-        """Run a case under its plan and on one process, side by side, and return the verdict."""
+        """Run a case under its plan and on one process, and return the verdict: side by side, unless the plan takes the
+        choices of experts of the other."""
         try:
             world, before = self.setting.check(case).world, case.first_plan()
         except UserError as error:
@@ -54,17 +56,30 @@ class Runner:
             return Outcome(case, "fails", f"the check of the plan raised {error!r}", kind=type(error).__name__)
         alone = PoolJob(1, references, (self.setting, case))
         plan = PoolJob(world, self.work, (self.setting, case, "plan"))
+        chosen: list[ProcessResult] = []
+        if hasattr(MODELS[case.architecture], "num_experts"):
+            file_of_choices(self.setting.shared).unlink(missing_ok=True)
+            (chosen,) = self.pool.run([alone], self.timeout)
+            if any(answer.failure for answer in chosen) and (problem := self._problem(case, [], chosen)):
+                return problem
         if before is None:
-            ranks, reference = self.pool.run([plan, alone], self.timeout)
+            ranks, reference = self._beside(plan, alone, chosen)
             return self._problem(case, ranks, reference) or self._judge(case, ranks, reference)
         shutil.rmtree(self.setting.run_folder, ignore_errors=True)
         self.setting.run_folder.mkdir()
         begin = PoolJob(before.world, self.work, (self.setting, case, "first"))
-        first, reference = self.pool.run([begin, alone], self.timeout)
+        first, reference = self._beside(begin, alone, chosen)
         if problem := self._problem(case, first, reference):
             return problem
         (ranks,) = self.pool.run([plan], self.timeout)
         return self._problem(case, ranks, reference) or self._judge(case, ranks, reference, first)
+
+    def _beside(
+        self, plan: PoolJob, alone: PoolJob, known: list[ProcessResult]
+    ) -> tuple[list[ProcessResult], list[ProcessResult]]:
+        """Return the answers of a plan, and those of one process, which runs beside it where they are not `known`."""
+        ranks, *more = self.pool.run([plan] if known else [plan, alone], self.timeout)
+        return ranks, known or more[0]
 
     def _problem(self, case: Case, ranks: list[ProcessResult], reference: list[ProcessResult]) -> Outcome | None:
         """Return the outcome of a case whose plan, or whose reference on one process, did not come to its end."""

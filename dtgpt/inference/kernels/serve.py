@@ -1,21 +1,23 @@
 """Steps of generation by kernels, and which stages they serve."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.inference.cache import Cache, DecodeRows
+from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
-from dtgpt.inference.kernels.weights import decode_weights
+from dtgpt.inference.kernels.weights import computes_rows_apart, decode_weights, has_own_code
 from dtgpt.inference.step import ExactBits, Step
+from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Core, attention_cores, inventory
-from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
+from dtgpt.ops.attention.core import AttentionRule
+from dtgpt.ops.kernels.attention.cached import HEAD_SIZES, exact_attention
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_terms, to_loss_and_gradient_
@@ -27,9 +29,21 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Is, Missing, Rule, Rules, check_rules
 
 NO_KERNELS = (
-    "exact=True has kernels for GPT-2 and LLaMA blocks, with tanh-GELU or SwiGLU, whose heads have 16, 32, 64 or 128 "
-    "columns and see all earlier tokens, and this model has others; leave exact out"
+    "exact=True serves blocks of GPT-2 and LLaMA, with tanh-GELU or SwiGLU, and of mixtures of experts, whose heads "
+    "have 16, 32, 64 or 128 columns and see all earlier tokens, and this model has others; leave exact out"
 )
+
+
+class ExactRows(NamedTuple):
+    """One token each of several sequences, whose attention has the bits of training's."""
+
+    slots: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B]
+
+    def attend(self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Keep k and v `[1, B, N_kv, D]` of the tokens, and return their attention `[1, B, N, D]`."""
+        grouped = q[0].unflatten(1, (k.shape[2], -1))
+        return exact_attention(grouped, k[0], v[0], layer.keys, layer.values, *self, rule)[None]
 
 
 class KernelStep(Step):
@@ -45,13 +59,15 @@ class KernelStep(Step):
         """Take the arguments of `Step`. Raise UserError for a model that cannot have the bits that are asked for."""
         super().__init__(*arguments, **options)
         self.fused = fuse(self.stages, self.mesh, self.cache, self.exact)
-        if self.exact and self.fused is None:
+        if self.exact and self.fused is None and not runs_rows_apart(self.stages, self.mesh, self.cache):
             raise UserError(NO_KERNELS)
 
     def row_logits(self, slots: Tensor) -> Tensor | None:
-        if self.fused is None:
+        if self.fused is None and not self.exact:
             return super().row_logits(slots)
         tokens, positions = next_rows(slots, self.cache.state.token, self.cache.state.position)
+        if self.fused is None:
+            return self.logits(Batch(tokens[None], positions=positions[None]), ExactRows(slots, positions), len(slots))
         logits = run_in_turn(self.fused, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
         return None if logits is None else logits[0]
 
@@ -91,11 +107,13 @@ class _Bits:
         parts = inventory(config)
         kinds = set(parts.examples)
         with torch.device("meta"):
-            known = all(_has_kernels(config.make_block(index)) for index in kinds)
-        cores = [core for index in kinds for core in parts.cores(index)]
-        if not known or any(
-            core.head_dim not in HEAD_SIZES or core != Core(core.kv_heads, core.head_dim) for core in cores
-        ):
+            blocks = [config.make_block(index) for index in kinds]
+        apart = all(map(computes_rows_apart, blocks))
+        known = all(
+            core == Core(core.kv_heads, core.head_dim, scaled=apart and core.scaled) and core.head_dim in HEAD_SIZES
+            for core in parts.kinds_of_cores()
+        )
+        if not known or not (apart or all(map(_has_kernels, blocks))):
             raise UserError(NO_KERNELS)
 
     def exact_scores(
@@ -140,17 +158,10 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     activation that they do not know. All ranks of the mesh take part. exact: with the bits of training's
     forward pass."""
     modules = [module for stage in stages for module in parts_of(stage)]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    sizes_known = (2, 4) if exact else (2,)  # bytes of an element
-    if any(bound_of(module).product is not None for stage in stages for module in stage.modules()):
-        return None  # of a run that trains adapters
-    usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
-    sizes = {layer.keys.shape[-1] for layer in cache.layers}
-    if not usable or any(decode_weights(module) is None for module in modules) or not sizes <= set(HEAD_SIZES):
+    if not _usable(stages, cache, (2, 4) if exact else (2,)) or any(decode_weights(each) is None for each in modules):
         return None
     blocks = [block for stage in stages for block in stage.blocks.values()]
-    cores = [core for block in blocks for core in attention_cores(block)]
-    if any(value is not None for core in cores for value in (core.window, core.softcap, core.scale, core.sinks)):
+    if any(core.scale is not None for block in blocks for core in attention_cores(block)):
         return None
     if len(cache.layers) != len(blocks) or not all(map(_has_kernels, blocks)):
         return None
@@ -160,3 +171,27 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     for stage in fused:
         stage.share_exchange()
     return fused
+
+
+def runs_rows_apart(stages: list[Decoder], mesh: Mesh, cache: Cache) -> bool:
+    """Return whether the stages' own modules can decode rows with the bits of training's forward pass."""
+    parts = [module for stage in stages for module in parts_of(stage)]
+    blocks = [block for stage in stages for block in stage.blocks.values()]
+    known = all(map(computes_rows_apart, blocks)) and not any(map(has_own_code, parts))
+    return known and mesh.plan.tp == 1 and _usable(stages, cache, (2, 4))
+
+
+def _usable(stages: list[Decoder], cache: Cache, widths: tuple[int, ...]) -> bool:
+    """Return whether kernels can read the parameters, of so many bytes an element, and have the attention of the
+    stages, whatever its scale."""
+    modules = [module for stage in stages for module in stage.modules()]
+    if any(bound_of(module).product is not None for module in modules):
+        return False  # of a run that trains adapters
+    cores = [core for stage in stages for core in attention_cores(stage)]
+    if any(value is not None for core in cores for value in (core.window, core.softcap, core.sinks)):
+        return False
+    parameters = (p for stage in stages for p in stage.parameters())
+    sizes = {layer.keys.shape[-1] for layer in cache.layers}
+    return sizes <= set(HEAD_SIZES) and all(
+        type(p.data) is Tensor and p.dtype.itemsize in widths and has_triton(p) for p in parameters
+    )

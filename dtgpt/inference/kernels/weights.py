@@ -1,7 +1,8 @@
 """The weights of modules of GPT-2's and LLaMA's kind as the kernels of decode steps read them.
 
 The modules know nothing of these kernels. A class of another family or of a user's own tells its weights by a method
-`decode_weights`, which returns one of the tuples of `dtgpt.ops.kernels.decode.weights`.
+`decode_weights`, which returns one of the tuples of `dtgpt.ops.kernels.decode.weights`. Blocks without kernels whose
+own modules compute each row by itself, with the same bits beside any other rows, say so by `computes_rows_apart`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +20,22 @@ def decode_weights(module: nn.Module) -> Any:
     """Return the weights by which kernels compute what a module does, None where they do not: one that inherits from
     dtgpt's class, and has code of a user's own, may compute something else."""
     kind: Any = type(module)
-    own = any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
+    own = has_own_code(module)
     if "decode_weights" in vars(kind) or (hasattr(module, "decode_weights") and not own):
         return kind.decode_weights(module)
     read = None if own else next((WEIGHTS[base] for base in kind.__mro__ if base in WEIGHTS), None)
     return None if read is None else read(module)
+
+
+def computes_rows_apart(block: nn.Module) -> bool:
+    """Return whether the modules of a block say that they give a row the same bits beside any other rows; what has code
+    of a user's own, and inherits from such a block, may not."""
+    return getattr(block, "computes_rows_apart", False) and not has_own_code(block)
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Return whether a module, or one in it, is neither dtgpt's nor PyTorch's."""
+    return any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
 
 
 def _of_gpt2_block(block: gpt2.Block) -> BlockWeights:

@@ -100,6 +100,8 @@ class Embedding(LlamaEmbedding):
 class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(f attention(norm(x))), then the same with the experts."""
 
+    computes_rows_apart: ClassVar[bool] = True  # a row has the same bits beside any others: see `inference.kernels`
+
     def __init__(self, config: GraniteMoeConfig, window: int | None):
         attention = Attention(config, window)
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, Experts(config))

@@ -28,6 +28,7 @@ from dtgpt.models.llama import MLP, Embedding, Head
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
+from dtgpt.ops.norms import norm
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv, split_heads
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.torch_private import is_dtensor
@@ -76,11 +77,11 @@ class JointNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum(-1, keepdim=True)
-        if self.bound.sum_of_heads is not None:
-            squares = self.bound.sum_of_heads(squares)
         weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        if self.bound.sum_of_heads is None:
+            return norm(x, weight, None, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.bound.sum_of_heads(wide.square().sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
 
 

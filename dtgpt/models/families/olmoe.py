@@ -68,6 +68,8 @@ OLMOE_1B_7B = OlmoeConfig(
 class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the experts."""
 
+    computes_rows_apart: ClassVar[bool] = True  # a row has the same bits beside any others: see `inference.kernels`
+
     def __init__(self, config: OlmoeConfig, window: int | None):
         attention = Attention(config, window)
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, Mixture(config))

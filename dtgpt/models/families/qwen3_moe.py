@@ -78,6 +78,8 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
 class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with experts or with an MLP."""
 
+    computes_rows_apart: ClassVar[bool] = True  # a row has the same bits beside any others: see `inference.kernels`
+
     def __init__(self, config: ExpertsConfig, attention: nn.Module, has_experts: bool):
         mlp = Mixture(config) if has_experts else MLP(config)
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, mlp)

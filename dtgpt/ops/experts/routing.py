@@ -107,5 +107,6 @@ def weigh(logits: Tensor, experts: Tensor, rule: Routing) -> Tensor:
     elif rule.normalised or rule.score == "softmax_of_chosen":  # which are the same
         weights = F.softmax(own, -1)
     else:
-        weights = (own - logits.logsumexp(-1, keepdim=True)).exp()
+        # Not by `logsumexp`, whose sums on a GPU have an order that depends on the number of rows.
+        weights = F.softmax(logits, -1).gather(-1, experts)
     return weights if rule.factor == 1 else weights * rule.factor

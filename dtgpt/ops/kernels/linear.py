@@ -3,7 +3,8 @@ two stages.
 
 cuBLAS splits the dimension that it sums over, K, where there are few rows: then the order of the sums, and the last
 bits, would differ from those of a larger batch. Products of few rows therefore sum K in one chain of tensor-core
-operations, which has the bits of cuBLAS's whole sums (`benchmarks/exact.py` compares them).
+operations, which has the bits of cuBLAS's whole sums (`benchmarks/exact.py` compares them). Of few columns, as routers
+of experts have in fp32, cuBLAS may split K with any number of rows: they have the chain then, too.
 
 PyTorch's own kernel for the gradient of a bias is far from the memory's bandwidth at GPT-2's sizes. The matrix products
 of many rows stay `aten` operations, visible to the compiler and to DTensor: forward adds the bias in the product's
@@ -26,11 +27,15 @@ from dtgpt.ops.operation import Kernel
 from dtgpt.util.torch_private import is_dtensor
 
 FEW = 512  # rows up to which cuBLAS was seen to split K
+NARROW, NARROW_WIDE = 16, 256  # columns up to which products have one chain for any number of rows; in fp32
 
 
 # What tells most quickly is asked first: this is on the way of each operation of a step.
-def _has_few_rows(x: Tensor, *_: Any) -> bool:
-    return 0 < x.numel() // max(x.shape[-1], 1) <= FEW and may_fuse(x) and not may_split()
+def _takes_chain(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> bool:
+    if not x.numel() or may_split() or not may_fuse(x):
+        return False
+    narrow = bias is None and len(weight) <= (NARROW_WIDE if x.dtype == torch.float32 else NARROW)
+    return narrow or x.numel() // x.shape[-1] <= FEW
 
 
 def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -87,7 +92,7 @@ _chain.register_autograd(_differentiate, setup_context=_save)
 
 
 def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _splits(x, weight, bias) or _has_few_rows(x):
+    if _splits(x, weight, bias) or _takes_chain(x, weight, bias):
         return on_local_tensors(linear, x, weight, bias)
     if bias is None:
         return F.linear(x, weight, bias)
@@ -100,7 +105,7 @@ def _by_whole_sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
 
 
 CHAIN_NAME = "Triton: one chain of sums"
-CHAIN = "of up to 512 rows on a GPU, where cuBLAS would split the sums"
+CHAIN = "of up to 512 rows on a GPU, or of few columns, where cuBLAS would split the sums"
 LINEAR = (
     Kernel(
         "one of these, of local tensors where it is not PyTorch's",
@@ -109,7 +114,7 @@ LINEAR = (
         why_no_triton,
         "where tensor parallelism has cut the weight",
     ),
-    Kernel(CHAIN_NAME, _has_few_rows, _chain, why_no_triton, CHAIN),
+    Kernel(CHAIN_NAME, _takes_chain, _chain, why_no_triton, CHAIN),
     Kernel(
         "cuBLAS, with a bias of zeros",
         _splits,
@@ -128,7 +133,7 @@ LINEAR = (
 LINEAR_INTO = (
     Kernel(
         CHAIN_NAME,
-        _has_few_rows,
+        _takes_chain,
         lambda x, weight, bias, memory: _chain(x, weight, bias),
         why_no_triton,
         CHAIN,

@@ -20,6 +20,8 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
     model = settings.model
     if not isinstance(model, ExpertsConfig) or not any(map(model.has_experts, range(model.num_layers))):
         return None
-    made = Balances(model, settings.section(BalanceConfig), mesh)
+    # Where a pass that trains has the choices of one that looks at the loads alone, which drops nothing.
+    alone = mesh.world == 1 and not (model.dropout or settings.products or settings.compile)
+    made = Balances(model, settings.section(BalanceConfig), mesh, alone=alone)
     made.knows_padding = not settings.makes_samples
     return made

@@ -4,7 +4,8 @@ figures of a record.
 Loads are whole numbers, the sums over the global batch, so that they have the same bits under every plan that has the
 same choices. They are counted in backward: it runs once for each micro-batch, neither in evaluation nor when a pass is
 computed again. The gradient of a loss of the global batch needs its loads before the backward pass of the first
-micro-batch, which only a forward pass of all of them tells: `before` runs it.
+micro-batch, which only a forward pass of all of them tells: `before` runs it, unless the batch is one micro-batch of
+one process, whose own forward pass tells the same.
 
 All state is on the device and changes by tensor operations in place: a CUDA graph may capture it.
 """
@@ -64,7 +65,7 @@ class Balance:
     all."""
 
     def __init__(self, shared: "Balances", row: int, router: Router):
-        self.shared, self.rule = shared, router.rule
+        self.shared, self.row, self.rule = shared, row, router.rule
         self.totals, self.ahead, self.loads = shared.totals[row], shared.ahead[row], shared.loads[row]
         self.correction = None if router.correction is None else shared.corrections[row]
 
@@ -72,10 +73,11 @@ class Balance:
         shared = self.shared
         if not shared.counts:
             return logits
-        if shared.looks:
-            counted = weights_of(shared.counted, logits)
-            self.ahead.add_(chosen_of(experts, logits, counted).sum((0, 1), dtype=torch.float64))
-        if not torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if shared.looks or (trains and shared.at_once):
+            own = chosen_of(experts, logits, weights_of(shared.counted, logits)).sum((0, 1), dtype=torch.float64)
+            self.ahead.copy_(own if trains else self.ahead + own)  # a pass may be computed again in backward
+        if not trains:
             return logits
         # Backward comes here also where nothing before a frozen router is trained.
         leaf = None if logits.requires_grad else shared.leaf
@@ -103,7 +105,7 @@ class Balance:
         part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)
         made = []
         if config.loss:
-            ahead = self.loads.to(logits.dtype) * part
+            ahead = (shared.compared()[self.row] if shared.at_once else self.loads).to(logits.dtype) * part
             of_loads = ahead if config.looks_ahead else per_sequence * each * (shared.slices / samples)
             made.append(config.loss * through(own, logits, score, of_loads))
         if config.z_loss:
@@ -124,7 +126,14 @@ class Balances(StepState):
 
     name = "balance"
 
-    def __init__(self, model: ExpertsConfig, config: BalanceConfig, mesh: Mesh, device: torch.device | None = None):
+    def __init__(
+        self,
+        model: ExpertsConfig,
+        config: BalanceConfig,
+        mesh: Mesh,
+        device: torch.device | None = None,
+        alone: bool = False,
+    ):
         self.model, self.config, self.mesh = model, config, mesh
         self.blocks = [index for index in range(model.num_layers) if model.has_experts(index)]
         self.layers, self.experts = len(self.blocks), model.num_experts
@@ -141,6 +150,9 @@ class Balances(StepState):
         self.knows_padding = True  # whether samples say which of their tokens count
         self.samples: int | None = None  # of a micro-batch; None: as many as a pass has
         self.looks = False  # whether a pass is run for the loads of the batch alone
+        # Whether a pass that trains has the whole batch; `alone`: whether its choices are those of one for loads alone.
+        self.at_once = False
+        self.alone = alone
         self.parameters: dict[int, nn.Parameter] = {}  # of the corrections of this rank's routers, by row
         self._knows = False  # whether `corrections` are those of the parameters
 
@@ -161,7 +173,7 @@ class Balances(StepState):
         micro-batch, of which passes may have a part."""
         twin = Balances(self.model, self.config, self.mesh, torch.device("cpu"))
         twin.samples = samples
-        twin.loads, twin.share = self.loads.cpu(), self.share.cpu()
+        twin.loads, twin.share = (self.compared() if self.at_once else self.loads).cpu(), self.share.cpu()
         twin.scale = None if self.scale is None else self.scale.cpu()
         twin.attach([model])
 
@@ -208,7 +220,8 @@ class Balances(StepState):
             plan = self.mesh.plan
             tokens = self.mesh.sum(counted.sum())[0] / (plan.tp * plan.pp)
             self.share.copy_(counted.numel() * plan.data_ranks / tokens.clamp(min=1))
-        if self.config.looks_ahead:
+        self.at_once = self.alone and self.config.looks_ahead and micro_batches == 1
+        if self.config.looks_ahead and not self.at_once:
             self._look(engine, batch, micro_batches)
 
     def _look(self, engine: "TrainingEngine", batch: Batch, micro_batches: int) -> None:
@@ -218,9 +231,13 @@ class Balances(StepState):
             engine.evaluate(piece)
         self.looks = False
         self.mesh.all_reduce(self.ahead)
+        self.loads.copy_(self.compared())
+
+    def compared(self) -> Tensor:
+        """Return `loads` of the choices in `ahead`, when all layers have counted theirs."""
         loads = self.ahead.mean(0, keepdim=True) if self.config.layers == "together" else self.ahead
         tokens = self.ahead.sum(1, keepdim=True) / self.model.experts_per_token
-        self.loads.copy_(loads * self.experts / tokens.clamp(min=1))
+        return loads * self.experts / tokens.clamp(min=1)
 
     @torch.no_grad()
     def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> None:

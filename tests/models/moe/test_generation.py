@@ -9,12 +9,10 @@ import torch
 
 import dtgpt
 from dtgpt.inference.options import Options
-from dtgpt.inference.step import exact_bits
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import Experts, routers
 from dtgpt.ops.experts.routing import choose
 from dtgpt.ops.random.philox import root_key
-from dtgpt.util.errors import UserError
 from tests.models.moe.test_mixture import MANY
 from tests.models.moe.test_plans import OLMOE
 from tests.support import bodies_engine as bodies
@@ -107,11 +105,6 @@ def test_choices_of_a_prompt_read_at_once_are_those_of_its_tokens():
         alone = torch.cat([router(x[:, at : at + 1]).experts for at in range(50)], dim=1)
     assert torch.equal(whole, alone)
     assert torch.equal(choose(torch.zeros(1, 1, 6), router.rule), torch.tensor([[[0, 1]]]))
-
-
-def test_bits_of_training_are_refused():
-    with pytest.raises(UserError, match="exact=True has kernels for GPT-2 and LLaMA blocks"):
-        exact_bits().check_blocks(CONFIG)
 
 
 @pytest.mark.slow(2)

@@ -15,10 +15,11 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.moe import mixture
 from dtgpt.models.moe.mixture import routers
 from dtgpt.ops.experts.routing import choose
+from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.report import sizes
 from dtgpt.util.errors import UserError
-from tests.support.bodies_exact import bits_of_steps
+from tests.support.bodies_exact import bits_and_choices, bits_of_steps
 from tests.support.bodies_optimizer import Part, train_part
 from tests.support.ranks import pool
 from tests.support.runs import training
@@ -115,6 +116,21 @@ def test_exact_sums_have_the_same_bits_under_every_plan(moe, plans, changes):
     assert len(set(whole.values())) > 30
     for plan in plans:
         found = pool().run(parse_plan(plan).world, bits_of_steps, replace(recipe, plan=plan))[0]
+        assert [name for name in whole if found[name] != whole[name]] == [], plan
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("steps", [4, pytest.param(100, marks=pytest.mark.long)])
+def test_exact_sums_keep_gradients_and_choices_in_16_bits(moe, steps):
+    """In every step: a weight that rounds otherwise would turn over a choice sooner or later."""
+    balance = BalanceConfig(bias_step=0.01, loss=0.1, z_loss=0.01)
+    model = replace(OLMOE, corrects_choice=True)
+    recipe = replace(moe, model=model, balance=balance, reduce="exact", precision="bf16", steps=steps)
+    whole = pool().run(1, bits_and_choices, replace(recipe, plan="single"))[0]
+    assert sum(name.startswith("choices") for name in whole) == steps * OLMOE.num_layers
+    for plan in ("dp2", "dp2_zero3", "pp2_1f1b"):
+        found = pool().run(2, bits_and_choices, replace(recipe, plan=plan))[0]
+        assert found.keys() == whole.keys()
         assert [name for name in whole if found[name] != whole[name]] == [], plan
 
 

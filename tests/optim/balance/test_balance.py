@@ -16,6 +16,7 @@ from dtgpt.models.moe.mixture import routers
 from dtgpt.ops.experts.routing import Routing, choose
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import counted_tokens, probabilities
+from dtgpt.optim.balance.state import Balances
 from tests.support.bodies_balance import balance_of, balanced_steps, check_same, relative_error
 from tests.support.families import their_config, theirs_of
 from tests.support.ranks import pool
@@ -191,6 +192,23 @@ def test_plans_have_the_losses_gradients_and_corrections_of_one_process(moe, pla
     found = pool().run(parse_plan(plan).world, balanced_steps, replace(recipe, plan=plan))[0]
     assert any(value.any() for name, value in whole.weights.items() if "correction" in name)
     check_same(found, whole)
+
+
+@pytest.mark.parametrize("layers", ["together", "apart"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_batch_that_is_one_micro_batch_runs_forward_once(moe, layers, recompute, monkeypatch):
+    """With the bits of a step that looks at its loads before, and with the curve of two replicas."""
+    recipe = replace(moe, micro_batch_size=8, balance=replace(ALL, layers=layers), recompute=recompute)
+    looks, look = [], Balances._look
+    monkeypatch.setattr(Balances, "_look", lambda *given: looks.append(look(*given)))
+    found = balanced_steps(recipe)
+    assert not looks
+    check_same(found, pool().run(2, balanced_steps, replace(recipe, plan="dp2", micro_batch_size=4))[0])
+    balanced_steps(replace(recipe, model=replace(recipe.model, dropout=0.1)))  # which a look has not
+    assert len(looks) == recipe.steps
+    monkeypatch.setattr("dtgpt.optim.balance.state.Balances", lambda *given, alone: Balances(*given))
+    check_same(found, balanced_steps(recipe), exact=True)
+    assert len(looks) == 2 * recipe.steps
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
-from dtgpt.ops.kernels.attention.flash_launch import exact_launch
+from dtgpt.ops.kernels.attention.flash_launch import LOG2_E, exact_launch
 from dtgpt.ops.kernels.decode.weights import Rotary
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, shared_memory
 
@@ -95,10 +95,18 @@ def decode_attention(
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rule: AttentionRule = PLAIN_RULE,
 ) -> Tensor:
     """Write k and v `[B, N_kv, D]` as `attend_rows` does, and return the attention `[B, N, D]` of q
-    `[B, N_kv, N / N_kv, D]`, with the bits that `flash_attention` gives the last query of each sequence."""
+    `[B, N_kv, N / N_kv, D]`, with the bits that `flash_attention` gives the last query of each sequence. rule: its
+    scale counts here."""
     from dtgpt.ops.kernels.attention.exact_kernels import exact_kernel  # imported on first use, since it needs Triton
 
     (rows, kv_heads, group, size), length = q.shape, keys.shape[2]
@@ -107,7 +115,7 @@ def exact_attention(
     how = exact_launch(q.dtype, kv_heads * group, kv_heads, size, rows, q.device)
     exact_kernel[(kv_heads, rows)](
         q, k, v, keys, values, slots, positions, out, *q.stride()[:2], *k.stride()[:2],
-        math.log2(math.e) / math.sqrt(size), KV_HEADS=kv_heads, GROUP=group, SIZE=size, LENGTH=length,
+        LOG2_E * rule.factor(size), KV_HEADS=kv_heads, GROUP=group, SIZE=size, LENGTH=length,
         BLOCK_M=max(how.BLOCK_M, 1 << (group - 1).bit_length()), BLOCK_N=how.BLOCK_N,
         WIDTH=max(16, 1 << (size - 1).bit_length()), num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
