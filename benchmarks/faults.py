@@ -469,9 +469,8 @@ FAULTS = [
     Fault(
         "balance: evaluation is counted",
         "dtgpt/optim/balance/state.py",
-        "return _Watched.apply(logits, experts, shared.counted, self) if trains else logits",
-        "if not trains:\n            self.take(logits, experts, shared.counted)\n"
-        "        return _Watched.apply(logits, experts, shared.counted, self)",
+        "        if not trains:\n            return logits\n        # Backward comes here",
+        "        if not trains:\n            self.take(logits, experts, shared.counted)\n        # Backward comes here",
     ),
     Fault(
         "balance: a pass that runs again in backward is counted again",

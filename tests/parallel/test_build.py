@@ -16,12 +16,12 @@ LAST = Entry("last", lambda made: True, lambda part, made: None, after=BUILD[-1]
 
 
 def test_an_entry_of_a_capability_comes_behind_the_one_that_it_names(monkeypatch):
-    made = Building(settings=PLAIN, mesh=SimpleNamespace(cp_group="a group"))
+    made = Building(settings=PLAIN, mesh=SimpleNamespace(cp_group="a group", own_devices=None))
     names = [entry.name for entry in entries(made)]
     assert names[names.index("added modules") + 1] == "dropout of slices"
     assert names[names.index("attention") + 1] == "heads of slices"
     assert [name for name in names if "slices" not in name] == [entry.name for entry in BUILD]
-    assert entries(Building(settings=PLAIN, mesh=SimpleNamespace(cp_group=None))) == list(BUILD)
+    assert entries(Building(settings=PLAIN, mesh=SimpleNamespace(cp_group=None, own_devices=None))) == list(BUILD)
     monkeypatch.setattr(seams, "listed", lambda seam, given: [LAST])
     assert [entry.name for entry in entries(made)] == [*(entry.name for entry in BUILD), "last"]
 

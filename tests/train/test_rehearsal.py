@@ -46,6 +46,7 @@ def test_nothing_is_rehearsed_on_a_cpu(trainer):
     [
         ({"tp": 2}, {}),
         ({"cp": 2}, {}),
+        ({"ep": 2}, {}),
         ({"pp": 2}, {}),
         ({"zero": 3}, {}),
         ({}, {"compile": True}),
@@ -55,7 +56,7 @@ def test_nothing_is_rehearsed_on_a_cpu(trainer):
 )
 def test_passes_with_messages_or_states_are_not_rehearsed(trainer, monkeypatch, plan, settings):
     monkeypatch.setattr("dtgpt.train.rehearsal.observer.TRITON", True)
-    ways = {"tp": 1, "cp": 1, "pp": 1, "zero": 0, **plan}
+    ways = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "zero": 0, **plan}
     given = {"products": None, "freezes_weights": False, "compile": False, "device": torch.device("cuda"), **settings}
 
     def of(ways, given):
@@ -63,7 +64,7 @@ def test_passes_with_messages_or_states_are_not_rehearsed(trainer, monkeypatch, 
         return is_rehearsed(SimpleNamespace(settings=own, objective=trainer.objective))
 
     assert not of(ways, given)
-    assert of(ways | dict.fromkeys(("tp", "cp", "pp"), 1) | {"zero": 0}, given | dict.fromkeys(settings)) is True
+    assert of(ways | dict.fromkeys(("tp", "cp", "ep", "pp"), 1) | {"zero": 0}, given | dict.fromkeys(settings)) is True
 
 
 @pytest.mark.cuda
