@@ -38,16 +38,16 @@ pytestmark = pytest.mark.slow(10)
 
 TINY = Path("recipes/gpt2_tiny.py")
 PINNED = (
-    "olmo3 tp4 optimizer=normuon model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 "
-    "model.head_dim=16 model.hidden_size=129 model.ffn_hidden_size=76 model.tied=off "
-    "model.activation=silu model.norm_eps=1e-05 model.rope_theta=100.0 model.rope_scaling=llama3 "
-    "model.rope_factor=8.0 model.rope_original_length=64 model.window=0 model.window_pattern=GL "
-    "model.seq_length=16 model.vocab_size=615 model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 "
-    "global_batch_size=6 seed=111193 precision=fp32 attention=flash recompute=none graph=off "
-    "optimizer.lr=0.003 optimizer.eps=0.001 optimizer.schedule=linear optimizer.warmup=0.5 "
-    "optimizer.min_lr=0.0 optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off "
-    "data.eod_mask_loss=off log.eval_samples=4 log.eval_interval=1 log.sample_interval=0 "
-    "log.sample_tokens=0 log.temperature=0.7 log.top_k=0 steps=none train_samples=27"
+    "gemma3_text tp4 optimizer=normuon model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 "
+    "model.head_dim=16 model.hidden_size=129 model.ffn_hidden_size=76 model.tied=off model.activation=silu "
+    "model.norm_eps=1e-05 model.rope_theta=100.0 model.rope_scaling=llama3 model.rope_factor=8.0 "
+    "model.rope_original_length=64 model.window=0 model.window_pattern=GL model.seq_length=16 "
+    "model.vocab_size=615 model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 "
+    "seed=111193 precision=fp32 attention=flash recompute=none graph=off optimizer.lr=0.003 "
+    "optimizer.eps=0.001 optimizer.schedule=linear optimizer.warmup=0.5 optimizer.min_lr=0.0 "
+    "optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off data.eod_mask_loss=off "
+    "log.eval_samples=4 log.eval_interval=1 log.sample_interval=0 log.sample_tokens=0 log.temperature=0.7 "
+    "log.top_k=0 steps=none train_samples=27"
 )
 
 

@@ -5,8 +5,8 @@ from dtgpt.util.seams import Capability
 STYLES = "dtgpt.parallel.more_styles.styles"
 CAPABILITY = Capability(
     role_styles={
-        "ENTRY": f"{STYLES}:entry",
-        "EXIT": f"{STYLES}:leaving",
+        "ENTRY": f"{STYLES}:branch_entry",
+        "EXIT": f"{STYLES}:branch_exit",
         "INNER_COLUMN": f"{STYLES}:inner_column",
         "INNER_ROW": f"{STYLES}:inner_row",
         "ROUTER": f"{STYLES}:router",

@@ -75,12 +75,12 @@ def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def entry(between: Placement, peers: Collectives | None) -> BranchEnd:
+def branch_entry(between: Placement, peers: Collectives | None) -> BranchEnd:
     """Return the style of where a branch begins."""
     return BranchEnd(peers, into=between)
 
 
-def leaving(between: Placement, peers: Collectives | None) -> BranchEnd:
+def branch_exit(between: Placement, peers: Collectives | None) -> BranchEnd:
     """Return the style of where a branch ends."""
     return BranchEnd(peers, out=between)
 
