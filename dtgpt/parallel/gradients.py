@@ -93,11 +93,10 @@ class Buckets(Sums):
         """Make the buckets. A schedule that cuts backward in two calls no hooks, and sums the micro-batches itself."""
         self.hooks = not self.settings.plan.splits_backward
         passes = self.settings.micro_batches if self.hooks else 1
-        by_group: dict[dist.ProcessGroup | None, list[list[nn.Parameter]]] = {}  # of the ranks that hold the same
-        for _, part in (each for stage in stages for each in parameter_groups(stage)):
-            by_group.setdefault(mesh.group_of(part[0], "replicate"), []).append(part)
-        for group, parts in by_group.items():
-            sums = self._open_sums(mesh, group, parts)
+        groups = [part for stage in stages for _, part in parameter_groups(stage)]
+        for own in (False, True) if self.settings.plan.own_axes else (False,):  # on every rank, also without such parts
+            parts = [part for part in groups if bool(own_axes_of(part[0])) is own]
+            sums = self._open_sums(mesh, mesh.group("replicate", own), parts)
             self.all += [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
 
     def _open_sums(
@@ -108,8 +107,8 @@ class Buckets(Sums):
         narrow = self.settings.plan.narrows_weights and self.settings.dtype.itemsize == 2
         if narrow and group and (sums := transport().open_sums(mesh, group, wires)) is not None:
             return sums
-        device = _locals(parts[0])[0].device
-        flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
+        devices = [_locals(part)[0].device for part in parts]
+        flats = [torch.zeros(n, dtype=dtype, device=where) for (dtype, n), where in zip(wires, devices, strict=True)]
         kind = next(iter(seams.listed("flat_sums")), FlatSum)
         return [(kind if group and x.dtype != torch.float32 else FlatSum)(x, group) for x in flats]
 

@@ -137,10 +137,13 @@ class Mesh:
 
     def group_of(self, parameter: Tensor, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along an axis of the mesh in which a parameter lies; None where it is alone."""
+        return self.group(axis, bool(own_axes_of(parameter)))
+
+    def group(self, axis: str, own: bool) -> dist.ProcessGroup | None:
+        """Return the same for parameters with axes of their own, or without."""
         if self.world == 1:
             return None
-        own = self.own_devices if own_axes_of(parameter) else None
-        group = (own or self.devices).get_group(axis)
+        group = ((self.own_devices if own else None) or self.devices).get_group(axis)
         return group if group.size() > 1 else None
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:

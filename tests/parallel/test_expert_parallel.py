@@ -12,6 +12,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.inference.open import notes_on
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.moe.config import ExpertsConfig
@@ -203,7 +204,8 @@ def test_ep_does_not_multiply_the_number_of_processes():
         "replicate": 1, "shard": 2, "ep": 4, "tp": 1,
     }  # fmt: skip
     assert parse_plan("ep2").for_world(6) == ResolvedPlan(dp=6, ep=2)
-    assert parse_plan("dp2_ep2").for_world(2).for_inference() == ResolvedPlan(dp=2)
+    assert ResolvedPlan(dp=2, ep=2).for_inference() == ResolvedPlan(dp=2)
+    assert notes_on(ResolvedPlan(dp=2, ep=2)) == ["inference ignores expert parallelism of the plan dp2_ep2"]
 
 
 @pytest.mark.parametrize(

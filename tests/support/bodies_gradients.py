@@ -38,7 +38,7 @@ def filled(model: Decoder, group: dist.ProcessGroup | None, passes: int, hooks: 
         global_batch_size=passes,
     )
     buckets = Buckets(settings)
-    buckets.open([model], SimpleNamespace(group_of=lambda parameter, axis: group))
+    buckets.open([model], SimpleNamespace(group=lambda axis, own: group))
     return buckets
 
 
