@@ -305,11 +305,12 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(written.targets),
-        "target_parameters": sorted(written.parameters) or None,
         "fan_in_fan_out": architecture.transposed,
         "rank_pattern": written.patterns,
         "alpha_pattern": {last: adapter.lora.scale * own for last, own in written.patterns.items()},
     }
+    if written.parameters:  # a key that old versions of peft do not know
+        settings["target_parameters"] = sorted(written.parameters)
     with new_folder(folder) as made:
         save_tensors(written.tensors, made / WEIGHTS)
         write_json(made / ADAPTER_CONFIG, settings)
