@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dtgpt.compare.torch_private import is_in_backward
+from dtgpt.compare.torch_private import is_in_backward, unseen
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Router, routers
 from dtgpt.ops.experts.routing import scores_of
@@ -93,7 +93,11 @@ class Choices:
         """Whether the passes of the step were seen: those of a captured graph are not."""
         return bool(self._passes)
 
-    def _see(
+    def _see(self, *given: Any) -> Tensor:
+        with unseen():
+            return self._replace(*given)
+
+    def _replace(
         self, index: int, name: str, router: Router, logits: Tensor, experts: Tensor, correction: Tensor | None
     ) -> Tensor:
         captured = experts.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -117,7 +121,9 @@ class Choices:
             return experts
         if trains and self.notes:
             self._note(experts, theirs, scores_of(logits.detach(), router.rule, correction), name, first)
-        if trains and not torch.equal(experts, theirs):
+        if torch.equal(experts, theirs):
+            return experts  # whose place in memory is that of the same pass in backward
+        if trains:
             self._replaced[index].append((experts, theirs))
         return theirs
 

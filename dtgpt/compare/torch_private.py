@@ -1,6 +1,15 @@
 """What the gate uses of PyTorch although it is private."""
 
+from contextlib import AbstractContextManager
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Return a context whose operations no mode of dispatch sees, such as that of recomputation that keeps results: it
+    counts operations, and wants the same ones in backward."""
+    return _disable_current_modes()
 
 
 def is_in_backward() -> bool:

@@ -18,6 +18,7 @@ from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import counted_tokens, probabilities
 from dtgpt.optim.balance.state import Balances
 from tests.support.bodies_balance import balance_of, balanced_steps, check_same, relative_error
+from tests.support.bodies_optimizer import train_part
 from tests.support.families import their_config, theirs_of
 from tests.support.ranks import pool
 from tests.support.runs import training
@@ -209,6 +210,15 @@ def test_a_batch_that_is_one_micro_batch_runs_forward_once(moe, layers, recomput
     monkeypatch.setattr("dtgpt.optim.balance.state.Balances", lambda *given, alone: Balances(*given))
     check_same(found, balanced_steps(recipe), exact=True)
     assert len(looks) == 2 * recipe.steps
+
+
+def test_a_run_that_goes_on_with_other_micro_batches_has_the_curve_of_one_that_did_not_stop(moe, tmp_path):
+    recipe = replace(moe, micro_batch_size=8)
+    whole = train_part(recipe, tmp_path / "whole", STEPS).losses
+    for plan, size in (("single", 8), ("dp2", 4)):
+        losses, then = train_part(recipe, tmp_path / plan, 1).losses, replace(recipe, plan=plan, micro_batch_size=size)
+        losses += pool().run(parse_plan(plan).world, train_part, then, tmp_path / plan, STEPS)[0].losses
+        assert losses == pytest.approx(whole, rel=0 if plan == "single" else 1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
