@@ -73,7 +73,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("dtgpt.train.init_from", ()),
-    ("dtgpt.translate", ()),
+    ("dtgpt.translate", ("dtgpt.interop",)),
     (
         "dtgpt.planning",
         (

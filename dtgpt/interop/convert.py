@@ -34,6 +34,8 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Changed, Given, Is, Rule, Rules, check_rules
 
+SIZES = tuple(f"target_{kind}_parallel_size" for kind in ("tensor", "pipeline", "expert"))  # of a Megatron-LM tree
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
@@ -50,6 +52,7 @@ class ConvertOptions:
     recipe: RecipeFile = None
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
+    target_expert_parallel_size: Annotated[int, "expert parallel size of the Megatron-LM tree", Bounds(1)] = 1
     transformer_impl: Annotated[
         Literal["local", "transformer_engine"] | None,
         "the --transformer-impl of Megatron-LM that the tree is for; none: local, and for GPT-2 the names of 2023",
@@ -78,7 +81,7 @@ class ConvertOptions:
         ),
         Rule(
             "{field}={value} applies to --to megatron only; leave it out",
-            Changed("target_tensor_parallel_size", "target_pipeline_parallel_size", "transformer_impl"),
+            Changed(*SIZES, "transformer_impl"),
             Is("to", "!=", "megatron"),
         ),
         Rule(
@@ -133,11 +136,11 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         files = _files_of(tokenizer, origin, origin.whole(source.config), path, target)
         save_huggingface(watched, target, dtype, tokenizer, files, origin)
     else:
-        sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
+        tensor, pipeline, expert = (getattr(options, name) for name in SIZES)
         for note in export_notes(source.config):
             say(note, warning=True)
         progress = source.iteration or None, source.consumed_samples
-        save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
+        save_megatron(watched, target, tensor, pipeline, dtype, *progress, options.transformer_impl, expert)
         if tokenizer_place(path) is not None:
             say(f"{target} has no tokenizer, which a Megatron-LM tree cannot hold; name that of {path} by --tokenizer")
     if watched.problem:

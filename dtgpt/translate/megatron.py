@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from dtgpt.translate.megatron_model import ModelOptions
+from dtgpt.translate.megatron_experts import MixtureOptions
 from dtgpt.translate.megatron_table import DEFAULTS, entries_of
 from dtgpt.translate.options import GivenOption, read_options
 from dtgpt.translate.translation import Launch, Translation
@@ -41,7 +41,7 @@ def translate_training(words: Sequence[str], launch: Launch) -> Translation:
     return training.run()
 
 
-class Training(ModelOptions):
+class Training(MixtureOptions):
     """All options of a command."""
 
     def run(self) -> Translation:
@@ -52,6 +52,7 @@ class Training(ModelOptions):
                 self.given[name] = GivenOption(name, value, f"default --{name} {value}")
         result.apply(self.given.values(), entries_of(result.architecture))
         self._model()
+        self._experts()
         self._attention()
         self._recompute()
         self._precision()
@@ -118,10 +119,10 @@ class Training(ModelOptions):
         result = self.result
         tp = "tensor-model-parallel-size" if not self._has("model-parallel-size") else "model-parallel-size"
         pp = "pipeline-model-parallel-size"
-        cp = "context-parallel-size"
-        degrees = {"cp": self._count(cp, 1), "tp": self._count(tp, 1), "pp": self._count(pp, 1)}
+        options = {"cp": "context-parallel-size", "tp": tp, "pp": pp}
+        degrees = {part: self._count(option, 1) for part, option in options.items()}
         parts = [f"{part}{degree}" for part, degree in degrees.items() if degree > 1]
-        sources = [cp, tp, pp]
+        sources = [*options.values()]
         if self._has("sequence-parallel") and degrees["tp"] > 1:
             parts.append("sp")
             sources.append("sequence-parallel")

@@ -1,4 +1,5 @@
-"""The model that a command of Megatron-LM's pretrain_gpt.py describes: a GPT-2, a LLaMA or a GPT-OSS."""
+"""The model that a command of Megatron-LM's pretrain_gpt.py describes: a GPT-2, a LLaMA or a GPT-OSS, and
+a LLaMA to which experts (`megatron_experts.py`) are added."""
 
 import ast
 import math
@@ -71,6 +72,10 @@ class ModelOptions:
     def _length(self) -> int:
         return self._count("seq-length") or self._count("encoder-seq-length")
 
+    def _default_width(self) -> int:
+        """Return the width of a gated MLP for which the command gives none."""
+        return int(4 * self._count("hidden-size") * 2 / 3 / 64) * 64
+
     def _model(self) -> None:
         length, positions = self._length(), self._number("max-position-embeddings")
         if positions is None:
@@ -101,7 +106,7 @@ class ModelOptions:
         if not self._has("kv-channels"):
             result.set("default --kv-channels", model__head_dim=hidden // heads)
         if not self._has("ffn-hidden-size"):
-            result.set("default --ffn-hidden-size", model__ffn_hidden_size=int(4 * hidden * 2 / 3 / 64) * 64)
+            result.set("default --ffn-hidden-size", model__ffn_hidden_size=self._default_width())
         untied = "untie-embeddings-and-output-weights"
         result.set(self._words(untied) or f"no --{untied}", model__tied=not self._has(untied))
         if self._has("use-rope-scaling"):
@@ -110,7 +115,8 @@ class ModelOptions:
         else:
             self._skip("it has no effect without --use-rope-scaling", "rope-scaling-factor")
         sinks = result.architecture == "gpt_oss"
-        for name, field, value in (("qk-layernorm", "qk_norm", True), ("add-qkv-bias", "attention_bias", "qkv")):
+        own = (("qk-layernorm", "qk_norm", True), ("add-qkv-bias", "attention_bias", "qkv"))
+        for name, field, value in own if result.architecture in ("llama", "gpt_oss") else ():
             if self._has(name) and sinks:
                 result.differ(self._words(name), "a GPT-OSS has no norm of heads, and all biases")
             elif self._has(name):
@@ -172,6 +178,7 @@ class ModelOptions:
 
     def _unlike_gpt_oss(self) -> None:
         """Write out what a GPT-OSS would have, and a command without these options has not."""
+        self.result.note(self._words("softmax-type"), "a recipe of a GPT-OSS")
         yarn = self._text("position-embedding-type") == "yarn"
         own = {"activation": "silu", "rope_theta": 10000.0, "window": 0, "window_pattern": LOCAL, "norm_eps": 1e-5}
         own |= {"rope_truncate": True} if yarn else {"rope_factor": 1.0}

@@ -1,6 +1,8 @@
 """Options of Megatron-LM's pretrain_gpt.py: megatron/training/arguments.py of August 2026 (d98e8a64), and those of 2023
 that it no longer has. docs/megatron.md lists them."""
 
+from dtgpt.interop.megatron.experts import FAMILIES
+from dtgpt.translate.megatron_experts import EXPERTS, NO_EXPERTS
 from dtgpt.translate.options import Answer, flat, no, other, skip, to, together
 
 GPT2 = skip("the model always has GPT-2's architecture")
@@ -12,13 +14,9 @@ TO_GPT_OSS = other(
 TO_GPT2 = other("it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py")
 NOT_HERE = "no model here has it; it is not available"
 ATTENTION = "attention has plain or grouped queries, and windows where wanted; other kinds are not available"
-EXPERTS = "options of experts are not translated; see docs/moe.md for dtgpt's, and recipes/moe_tiny.py"
 ALIKE = "blocks are always transformer blocks, all alike"
 FP8 = "--precision fp8, whose scales always follow from the largest values of the last 16 steps"
-TENSORBOARD = (
-    "--log.tensorboard on, which writes loss, perplexity, learning rate, batch size, loss scale, gradient norm, memory "
-    "and throughput"
-)
+TENSORBOARD = "--log.tensorboard on, which writes loss, learning rate, gradient norm, memory and throughput"
 OPTIONS = {
     "Model, where it is a GPT-2": {
         "layernorm-epsilon E, norm-epsilon E": to("--model.layer_norm_eps {E}"),
@@ -40,6 +38,8 @@ OPTIONS = {
         "window-attn-skip-freq N": skip("it has no effect without a window, which a GPT-2 does not have"),
         "num-query-groups N": skip("it has no effect without grouped queries, which a GPT-2 does not have"),
     },
+    "Model, where it has experts": EXPERTS,
+    "Model, where it has none": NO_EXPERTS,
     "Model, where it is a LLaMA, a Mistral or a Qwen": {
         "layernorm-epsilon E, norm-epsilon E": to("--model.norm_eps {E}"),
         "ffn-hidden-size N": to("--model.ffn_hidden_size {N}"),
@@ -112,14 +112,11 @@ OPTIONS = {
         "softmax-type T, apply-residual-connection-post-layernorm, attention-output-gate": other(NOT_HERE),
         "qk-clip*": no("weights are changed by the optimizer alone"),
         "multi-latent-attention, experimental-attention-variant NAME": other(ATTENTION),
-        "num-experts N": other(EXPERTS),
         "is-hybrid-model, hybrid-layer-pattern P, hybrid-override-pattern P, hybrid-attention-ratio X, "
         "hybrid-mlp-ratio X, enable-mhc-connections, heterogeneous-layers-*": other(ALIKE),
         "mtp-*, relative-attention-*, mrope-section N": no(NOT_HERE),
         "dsa-*, no-dsa-*, q-lora-rank N, kv-lora-rank N, qk-head-dim N, qk-pos-emb-head-dim N, v-head-dim N, mscale*, "
         "cache-mla-latents, mla-*": no(ATTENTION),
-        "moe-*, no-moe-*, expert-*, overlap-moe-*, overlap-dispatch-*, ep-overlap-*, high-priority-a2a-*, "
-        "use-grouped-gemm-*, use-fused-weighted-squared-relu": no(EXPERTS),
         "mamba-*, disable-mamba-*, gdp-*, linear-*, mhc-*": no(ALIKE),
     },
     "Batch and length": {
@@ -224,14 +221,12 @@ OPTIONS = {
         "tensor-model-parallel-size N, model-parallel-size N": together(
             "--plan tp{N}; parts of a plan are joined by '_', as in tp2_pp2"
         ),
-        "pipeline-model-parallel-size N": together("--plan pp{N}; parts of a plan are joined by '_', as in tp2_pp2"),
+        "pipeline-model-parallel-size N": together("--plan pp{N}, or tp2_pp{N}"),
         "sequence-parallel": together("add sp to the plan, as in --plan tp2_sp"),
         "num-layers-per-virtual-pipeline-stage N": together(
             "add interleavedV to the plan, V being num_layers / pp / {N}, as in --plan pp2_interleaved2"
         ),
-        "num-virtual-stages-per-pipeline-rank N": together(
-            "add interleaved{N} to the plan, as in --plan pp2_interleaved{N}"
-        ),
+        "num-virtual-stages-per-pipeline-rank N": together("add interleaved{N} to the plan"),
         "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split": skip(
             "stages are always balanced by cost"
         ),
@@ -241,13 +236,13 @@ OPTIONS = {
         "microbatch-group-size-per-virtual-pipeline-stage N, overlap-p2p-communication-warmup-flush, "
         "pipeline-model-parallel-comm-backend NAME, delay-wgrad-compute, defer-embedding-wgrad-compute, "
         "wgrad-deferral-limit N": skip("the schedule of a pipeline follows from the plan"),
-        "context-parallel-size N": together("add cp{N} to the plan, as in --plan cp2_tp2"),
+        "context-parallel-size N": together("add cp{N} to the plan"),
         "cp-comm-type a2a": skip("ranks of a plan with cp exchange tokens for heads, as far as there are heads"),
         "hierarchical-context-parallel-sizes N, hybrid-context-parallel, cp-comm-type NAME, "
         "max-seqlen-per-dp-cp-rank N": no("ranks exchange tokens for heads, and gather keys beyond their number"),
-        "use-distributed-optimizer": together("add zero1 to the plan, as in --plan zero1"),
+        "use-distributed-optimizer": together("add zero1 to the plan"),
         "use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy NAME": together(
-            "add zero1, zero2 or zero3 to the plan, as in --plan zero3"
+            "add zero1, zero2 or zero3 to the plan"
         ),
         "num-distributed-optimizer-instances 1": skip("ZeRO always shards over all replicas"),
         "num-distributed-optimizer-instances N, outer-dp-sharding-strategy NAME, enable-full-sharding-in-hsdp": no(
@@ -444,10 +439,12 @@ OPTIONS = {
         "swin-*, iter-per-epoch N, dino-*": no("models of images are not available"),
     },
 }
+MIXTURES = (*FAMILIES, "granitemoe", "olmoe")
 # Sections that belong to some architectures alone.
 OF_ARCHITECTURE = {
     "Model, where it is a GPT-2": ("gpt2",),
-    "Model, where it is a LLaMA, a Mistral or a Qwen": ("llama", "gpt_oss"),
+    "Model, where it is a LLaMA, a Mistral or a Qwen": ("llama", *FAMILIES),
+    "Model, where it has experts": MIXTURES,
 }
 # Defaults of Megatron-LM that are not those of a recipe, which a translation therefore writes out.
 DEFAULTS = {
@@ -464,10 +461,12 @@ DEFAULTS = {
 
 def entries_of(architecture: str) -> dict[str, Answer]:
     """Return the answer to each option for models of an architecture."""
+    dense = architecture not in MIXTURES
+    sections = OPTIONS if dense else {title: each for title, each in OPTIONS.items() if each is not NO_EXPERTS}
     return flat(
         {
             title: section
-            for title, section in OPTIONS.items()
+            for title, section in sections.items()
             if architecture in OF_ARCHITECTURE.get(title, (architecture,))
         }
     )

@@ -63,7 +63,7 @@ CONVERT: Table = {
     "saver NAME": no("--to hf, megatron or dtgpt are the formats that can be written"),
     "target-tensor-parallel-size N": to("--target_tensor_parallel_size {N}"),
     "target-pipeline-parallel-size N": to("--target_pipeline_parallel_size {N}"),
-    "target-expert-parallel-size 1": skip("experts are not spread over ranks"),
+    "target-expert-parallel-size N": to("--target_expert_parallel_size {N}"),
     "saver-transformer-impl NAME": to("--transformer_impl {NAME}"),
     "true-vocab-size N": to("--true_vocab_size {N}"),
     "bf16": to("--dtype bf16"),

@@ -10,15 +10,20 @@ from dtgpt.util.errors import UserError, shown
 
 WIDTH = 120
 SECTIONS = {
-    "loss_scale": "LossScaleConfig",
-    "data": "DataConfig",
-    "log": "LogConfig",
-    "checkpoint": "CheckpointConfig",
+    "loss_scale": ("dtgpt.config.sections", "LossScaleConfig"),
+    "data": ("dtgpt.config.sections", "DataConfig"),
+    "log": ("dtgpt.config.sections", "LogConfig"),
+    "checkpoint": ("dtgpt.config.sections", "CheckpointConfig"),
+    "balance": ("dtgpt.optim.balance.config", "BalanceConfig"),
 }
 MODELS = {
     "gpt2": ("dtgpt.models.gpt2", "GPT2Config"),
     "llama": ("dtgpt.models.llama", "LlamaConfig"),
     "gpt_oss": ("dtgpt.models.families.gpt_oss", "GptOssConfig"),
+    "mixtral": ("dtgpt.models.families.mixtral", "MixtralConfig"),
+    "qwen3_moe": ("dtgpt.models.families.qwen3_moe", "Qwen3MoeConfig"),
+    "qwen2_moe": ("dtgpt.models.families.qwen2_moe", "Qwen2MoeConfig"),
+    "glm4_moe": ("dtgpt.models.families.glm4_moe", "Glm4MoeConfig"),
 }
 OPTIMIZERS = {
     "adamw": ("dtgpt.config.sections", "OptimizerConfig"),
@@ -55,8 +60,7 @@ def recipe_text(translation: Translation, name: str, source: str) -> str:
     kind, _ = settings.pop("optimizer.kind", ("adamw", ""))
     if kind not in OPTIMIZERS:
         raise UserError(f"optimizer {shown(kind)} is not here; use {', '.join(OPTIMIZERS)}")
-    imported = {"model": MODELS[translation.architecture], "optimizer": OPTIMIZERS[kind]}
-    imported |= {section: ("dtgpt.config.sections", name) for section, name in SECTIONS.items()}
+    imported = {"model": MODELS[translation.architecture], "optimizer": OPTIMIZERS[kind], **SECTIONS}
     groups: dict[str, dict[str, tuple[Any, str]]] = {}
     for key, one in settings.items():
         section, _, field = key.rpartition(".")

@@ -110,7 +110,7 @@ def test_round_trips_through_all_formats_are_bitwise(run, convert, tmp_path):
 def test_what_the_checkpoint_knows_of_the_training_goes_to_megatron(run, convert, tmp_path):
     convert(run / "checkpoints" / "step_00000002", tmp_path / "tree", "--to", "megatron")
     source = Megatron(tmp_path / "tree")
-    assert (source.iteration, source._ranks[0, 0].args.consumed_train_samples) == (2, 16)
+    assert (source.iteration, source._ranks[0, 0, 0].args.consumed_train_samples) == (2, 16)
     convert(tmp_path / "tree", tmp_path / "cut", "--to", "megatron", "--target-tensor-parallel-size", "2")
     again = Megatron(tmp_path / "cut")
     assert (again.iteration, again.consumed_samples, again.tensor_parallel_size) == (2, 16, 2)

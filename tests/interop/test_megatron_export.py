@@ -47,7 +47,7 @@ def test_what_is_exported_is_read_back_bitwise(tmp_path, weights, tp, pp):
     source = Megatron(root, true_vocab_size=131)
     check(source, weights)
     assert (source.iteration, source.notes) == (12, [])
-    assert source._ranks[0, 0].args.consumed_train_samples == 77
+    assert source._ranks[0, 0, 0].args.consumed_train_samples == 77
     assert [p.name for p in root.parent.iterdir()] == ["out"]
     files = sorted(root.glob("iter_0000012/mp_rank_*/model_optim_rng.pt"))
     assert len(files) == tp * pp and files[0].parent.name == ("mp_rank_00" if pp == 1 else "mp_rank_00_000")

@@ -170,7 +170,6 @@ def test_train_samples(translated):
     ("--hidden-dropout 0.2", "all sites have the same dropout: 0.2"),
     ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
     ("--mock-data", "in place of random tokens"), ("--seed 1", "no --data-path"),
-    ("--moe-router-topk 2", "options of experts are not translated"),
     ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
     ("--my-own-option 3", "dtgpt does not know this option"),
     ("--tensor-model-parallel-size 4", "the plan needs 4, or a multiple")
@@ -188,9 +187,7 @@ LLAMA = "--disable-bias-linear --swiglu --normalization RMSNorm --position-embed
 @pytest.mark.parametrize(
     "words, told",
     [
-        (f"{LLAMA} --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8",
-         "--num-experts 8 (options of experts are not translated; see docs/moe.md for dtgpt"),
-        ("--num-experts 2", "--num-experts 2 (options of experts are not translated"),
+        ("--num-experts 2", "--num-experts 2 (begin with a recipe of a mixture of experts"),
         ("--multi-latent-attention --q-lora-rank 16", "--multi-latent-attention (attention has plain"),
         ("--window-size 128,0", "--window-size 128,0 (it belongs to LLaMA"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1 (no model here has it"),

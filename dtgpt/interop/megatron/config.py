@@ -7,14 +7,16 @@ from pathlib import Path
 from torch import Tensor
 
 from dtgpt.interop.keys import Key, Keys, check_keys, is_optional_flag
-from dtgpt.interop.megatron import gpt2, llama
+from dtgpt.interop.megatron import gpt2, llama, mixtures
 from dtgpt.interop.megatron.architecture import MegatronArchitecture, StoredShapes, Values, check_agreement
+from dtgpt.interop.megatron.experts import has_experts
 from dtgpt.interop.megatron.names import our_name, padded_rows
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.roles import Role, role_of
 from dtgpt.util.errors import UserError, shown, shown_name
 
-ARCHITECTURES: dict[str, MegatronArchitecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
+DENSE: dict[str, MegatronArchitecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
+ARCHITECTURES: dict[str, MegatronArchitecture] = {**mixtures.FAMILIES, **DENSE}
 NORMS = (Role.NORM, Role.HEAD_NORM)
 
 # What each rank's args must agree on with the first rank's.
@@ -31,6 +33,11 @@ STRUCTURE = (
     "padded_vocab_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
     *ZERO_CENTERED,
 )
 
@@ -81,14 +88,18 @@ def choose_architecture(args: Namespace | None, path: Path) -> MegatronArchitect
     if args is None:
         return gpt2
     check_keys(vars(args), FLAGS, path)
-    lacks = [(architecture, _lacks(args, architecture)) for architecture in ARCHITECTURES.values()]
+    experts = has_experts(vars(args))
+    if experts:
+        mixtures.check_args(args, path)
+    known = ARCHITECTURES if experts else DENSE
+    lacks = [(architecture, _lacks(args, architecture)) for architecture in known.values()]
     closest, missing = min(lacks, key=lambda pair: len(pair[1]))
     if not missing:
         return closest
     words = ", ".join(f"{lack} ({name}={shown_name(getattr(args, name, None))})" for name, lack in missing.items())
     raise UserError(
         f"{path} is of a model with {words}, which dtgpt does not have: its {closest.TITLE} has {closest.HAS}; give a "
-        "checkpoint of a GPT-2, a LLaMA, a Mistral or a Qwen3"
+        "checkpoint of a GPT-2, a LLaMA, a Mistral or a Qwen3, or of a mixture of experts like theirs"
     )
 
 
@@ -96,11 +107,8 @@ def _lacks(args: Namespace, architecture: MegatronArchitecture) -> dict[str, str
     """Return what a model with these args has and dtgpt's has not, by the name in args."""
     rules = {**architecture.VALUES, **VALUES}
     found = {name: lack for name, (values, lack) in rules.items() if getattr(args, name, None) not in values}
-    found |= architecture.lacks(args)
-    experts = getattr(args, "num_experts", None)
-    if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
-        found["num_experts"] = "experts"
-    return found
+    experts = {"num_experts": "experts"} if architecture in DENSE.values() and has_experts(vars(args)) else {}
+    return found | architecture.lacks(args) | experts
 
 
 def shift_norm(stored: Tensor, name: str, args: Namespace | None, config: ModelConfig) -> Tensor:

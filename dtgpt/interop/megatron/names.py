@@ -3,7 +3,8 @@
 Three families of names: nested dictionaries of 2019 to 2024 (`language_model.encoder.layers.0.self_attention...`, with
 `transformer`, `.attention.` and a flat `word_embeddings` before 2021, and `input_norm` since 2023), mcore's flat ones
 (`decoder.layers.0.self_attention.linear_qkv...`), and mcore's with Transformer Engine, where a norm belongs to the
-layer that follows it. Nested dictionaries are read joined by dots. Layers are numbered from 0 in every pipeline stage.
+layer that follows it, unless that is a router. Nested dictionaries are read joined by dots. Layers are numbered from 0
+in every pipeline stage, and experts in every expert-parallel rank; dtgpt's names of their matrices end with `[3]`.
 
 An architecture (`gpt2.py`, `llama.py`) says which of its modules stands at each of these places.
 """
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.roles import COLUMNS, Role, role_of
+from dtgpt.models.roles import COLUMNS, STACKS, Role, role_of
 
 Family = Literal["nested", "local", "transformer_engine"]
 Modules = Mapping[str, str]  # place -> dtgpt's module, `attn.qkv` in a block and `head.norm` outside
@@ -48,6 +49,13 @@ PLACES = {
     ),
     "mlp_input": ModuleNames("mlp.dense_h_to_4h.", "mlp.linear_fc1.", "mlp.linear_fc1."),
     "mlp_output": ModuleNames("mlp.dense_4h_to_h.", "mlp.linear_fc2.", "mlp.linear_fc2."),
+    "router": _everywhere("mlp.router."),
+    "correction": _everywhere("mlp.router.expert_"),
+    "expert_input": _everywhere("mlp.experts.linear_fc1."),
+    "expert_output": _everywhere("mlp.experts.linear_fc2."),
+    "shared_input": _everywhere("mlp.shared_experts.linear_fc1."),
+    "shared_output": _everywhere("mlp.shared_experts.linear_fc2."),
+    "shared_gate": _everywhere("mlp.shared_experts.gate_"),
 }
 PLACE_OF = {name: place for place, names in PLACES.items() for name in (*names[:3], *names.others)}
 # Outside: without `language_model.`, `embedding.` and the name of the stack of layers.
@@ -61,6 +69,11 @@ ENDS = {
 STACK = re.compile(r"(?:encoder|transformer|decoder)[.]")
 LAYER = re.compile(r"layers[.](\d{1,6})[.](.+[._])(weight|bias)")
 END = re.compile(r"(\w+)[.](weight|bias)")
+# One module for each expert, one for all with numbered matrices, and those of all in one tensor of torch_dist.
+EXPERT = re.compile(
+    r"(.+\.mlp\.experts\.)(?:(?:local_)?experts\.(\d{1,6})\.)?(linear_fc[12]\.(?:weight|bias))(\d{1,6})?"
+)
+STACKED_EXPERTS = ".mlp.experts.experts.linear_fc"
 UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 # Second copies of the tied table on the last stage: mcore's has the name that an untied output layer also has.
 TIED_COPIES = ("word_embeddings_for_head.weight", "output_layer.weight")
@@ -68,8 +81,10 @@ ANGLES = re.compile(r".*\brotary_pos_emb\.inv_freq")  # saved by some versions, 
 
 
 def our_name(key: str, modules: Modules) -> str:
-    """Return dtgpt's name of Megatron's key, with the layer's number as it is in the file. Raise KeyError for a
-    parameter that the architecture does not have."""
+    """Return dtgpt's name of Megatron's key, with the numbers of layer and expert as they are in the file. Raise
+    KeyError for a parameter that the architecture does not have."""
+    if (match := EXPERT.fullmatch(key)) and (number := match[2] or match[4]):
+        return of_expert(our_name(f"{match[1]}{match[3]}", modules), int(number))
     key = STACK.sub("", key.removeprefix("language_model."), count=1)
     if match := LAYER.fullmatch(key):
         return f"blocks.{int(match[1])}.{in_block(match[2], modules)}.{match[3]}"
@@ -85,9 +100,36 @@ def in_block(prefix: str, modules: Modules) -> str:
     return modules[PLACE_OF[re.sub(r"^attention[.]", "self_attention.", prefix)]]
 
 
+def of_expert(name: str, number: int) -> str:
+    """Return the name of one expert's matrix, `name` being that of the stack."""
+    return f"{name}[{number}]"
+
+
+def is_matrix_of_expert(name: str) -> bool:
+    return name.endswith("]")
+
+
+def is_stacked_key(key: str) -> bool:
+    """Return whether a key of the format `torch_dist` is of the matrices of all experts together."""
+    return STACKED_EXPERTS in key
+
+
+def numbered_key(key: str, number: int) -> str:
+    """Return the key that one expert's matrix of such a tensor would have by itself."""
+    return key.replace(STACKED_EXPERTS, STACKED_EXPERTS.replace("linear", f"{number}.linear"))
+
+
+def is_stack(name: str, config: ModelConfig) -> bool:
+    """Return whether a parameter is a stack, of which Megatron-LM stores the matrix of each expert."""
+    return role_of(name.rpartition(".")[0], config.roles) in STACKS
+
+
 def their_key(name: str, modules: Modules, family: Family) -> tuple[str, ...]:
     """Return where Megatron keeps dtgpt's parameter `name`: the keys of dictionaries in dictionaries, one key for
-    mcore. The number of a layer stays."""
+    mcore. The number of a layer stays, as does that of an expert."""
+    if match := re.fullmatch(r"(.+)\[(\d+)\]", name):
+        (key,) = their_key(match[1], modules, family)
+        return (key.replace(".experts.", f".experts.local_experts.{match[2]}."),)
     module, _, kind = name.rpartition(".")
     places = {ours: place for place, ours in modules.items()}
     if match := re.fullmatch(r"blocks[.](\d+)[.](.+)", module):
@@ -116,13 +158,13 @@ def is_mcore(key: str) -> bool:
 
 
 def cut_dimension(name: str, config: ModelConfig) -> int | None:
-    """Return the dimension in which dtgpt's parameter `name` is split into equal contiguous pieces over
-    tensor-parallel ranks, or None where each has the whole."""
+    """Return the dimension in which dtgpt's parameter `name`, or a matrix of it if it is a stack, is split into equal
+    contiguous pieces over tensor-parallel ranks, or None where each has the whole."""
     module, _, kind = name.rpartition(".")
     role = role_of(module, config.roles)
-    if role in (*COLUMNS, Role.VOCABULARY, Role.OUTPUT):
+    if role in (*COLUMNS, Role.COLUMN_STACK, Role.VOCABULARY, Role.OUTPUT):
         return 0
-    return 1 if role is Role.ROW and kind == "weight" else None
+    return 1 if role in (Role.ROW, Role.ROW_STACK) and kind.startswith("weight") else None
 
 
 def padded_rows(vocab_size: int, tensor_parallel_size: int, multiple: int = 128) -> int:

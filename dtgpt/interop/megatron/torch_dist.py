@@ -6,11 +6,14 @@ root/iter_0000100/
     common.pt                               args and counters; since 2026 the object `common_state` of that folder
 
 A tensor has its whole shape under every plan: `decoder.layers.self_attention.linear_qkv.weight` of all layers
-stacked, or `decoder.layers.0...` of each. SwiGLU's matrix is all gates, then all ups.
+stacked, or `decoder.layers.0...` of each. SwiGLU's matrix is all gates, then all ups. Matrices of experts are stacked
+behind those of layers, or have names of their own, whichever module of Megatron-LM wrote them.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +31,15 @@ from dtgpt.interop.megatron.config import (
     shift_norm,
     true_vocabulary,
 )
+from dtgpt.interop.megatron.experts import CORRECTION, is_left_out
 from dtgpt.interop.megatron.flattened import read_as_shaped
-from dtgpt.interop.megatron.names import ANGLES
+from dtgpt.interop.megatron.names import ANGLES, is_stack, is_stacked_key, numbered_key, of_expert
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, consumed_samples, read_args
 from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.shared.foreign import has_vocabulary
-from dtgpt.models.source import Part, Source, iterate_shapes
+from dtgpt.models.source import Part, Source, iterate_shapes, parameter_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 
 COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/"
@@ -48,7 +52,7 @@ class Where(NamedTuple):
     """Tensors in the file that make one parameter, concatenated along its first dimension."""
 
     keys: tuple[str, ...]
-    layer: int | None  # of stacked ones
+    lead: tuple[int, ...]  # indices of the layer and of the expert, where they are stacked
 
 
 class TorchDist(Source):
@@ -63,6 +67,7 @@ class TorchDist(Source):
         self.iteration = iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0
         self.args = read_args(self.common.get("args"), folder)
         self.consumed_samples = consumed_samples(self.args)
+        self._given = vars(self.args) if self.args is not None else {}
         self._architecture = choose_architecture(self.args, folder)
         self._order = Order(rotary_interleaved=getattr(self.args, "rotary_interleaved", None) is True)
         self._where = self._locate()
@@ -84,6 +89,13 @@ class TorchDist(Source):
     def read_as(self, name: str, part: Part | None, prefix: str) -> Tensor:
         """Return what the file has under `prefix` for the parameter `name`, or the elements of it with dtgpt's global
         indices `part`, in dtgpt's order: fp32 on the CPU, zeros for rows without a token."""
+        if is_left_out(name, self._given):
+            return torch.zeros([len(r) for r in part or map(range, parameter_shapes(self.config)[name])])
+        if name not in self._where:  # a stack
+            whole = range(parameter_shapes(self.config)[name][0])
+            experts, inside = (whole, None) if part is None else (part[0], part[1:])
+            made = [self.read_as(of_expert(name, n), inside, prefix) for n in experts or range(1)]
+            return torch.stack(made)[: len(experts)]
         shape = self.shape_of(name)
         part = tuple(part if part is not None else map(range, shape))
         out = torch.zeros([len(r) for r in part])
@@ -100,15 +112,16 @@ class TorchDist(Source):
         return (self.config.padded_vocab_size, *shape[1:]) if has_vocabulary(name, self.config) else shape
 
     def stored_shape(self, name: str) -> Shape:
-        """Return the shape of one layer's parameter in the file."""
-        keys, layer = self._where[name]
-        shapes = [self.folder.tensors[key].shape[0 if layer is None else 1 :] for key in keys]
+        """Return the shape of one layer's parameter in the file, or of one expert's matrix."""
+        keys, lead = self._where[name]
+        shapes = [self.folder.tensors[key].shape[len(lead) :] for key in keys]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
-    def stored_shapes(self) -> dict[str, Shape]:
-        """The shapes of all weights, by the names in the file."""
-        return {key: self.folder.tensors[key].shape for where in self._where.values() for key in where.keys}
+    def trained_shapes(self) -> dict[str, Shape]:
+        """The shapes of all weights that an optimizer moves, by the names in the file."""
+        keys = (key for name, where in self._where.items() if not name.endswith(CORRECTION) for key in where.keys)
+        return {key: self.folder.tensors[key].shape for key in keys}
 
     def _rows_of(self, name: str, rows: range, rest: Part, prefix: str) -> Tensor:
         """Return the rows with dtgpt's indices `rows`, which in the file may lie in several runs of rows."""
@@ -121,7 +134,7 @@ class TorchDist(Source):
         return found[torch.searchsorted(needed, theirs)]
 
     def _run(self, where: Where, rows: range, rest: Part, prefix: str) -> Tensor:
-        lead = () if where.layer is None else (range(where.layer, where.layer + 1),)
+        lead = tuple(range(index, index + 1) for index in where.lead)
         found, begin = [], 0
         for key in where.keys:
             length = self.folder.tensors[key].shape[len(lead)]
@@ -143,16 +156,16 @@ class TorchDist(Source):
             if not keys:
                 continue
             plain = key if len(keys) == 1 else key[: -len(HALVES[0])]
-            stacked = STACKED.fullmatch(plain)
-            layers = range(stored.shape[0]) if stacked and stored.shape else [None]
-            if 0 in stored.shape or len(stored.shape) < (2 if stacked else 1):
+            stacked, of_experts = STACKED.fullmatch(plain), is_stacked_key(plain)
+            depth = bool(stacked) + of_experts
+            if 0 in stored.shape or len(stored.shape) < 1 + depth:
                 raise UserError(
                     f"{self.path} has {shown_name(key)} of shape {shown(list(stored.shape))}; copy it again"
                 )
-            for layer in layers:
-                whole = plain if stacked is None else f"{stacked[1]}.{layer}.{stacked[2]}"
-                name = name_tensor(whole, self._architecture, where, self.path)
-                where[name] = Where(keys, layer if stacked else None)
+            for lead in product(*map(range, stored.shape[:depth])):
+                whole = plain if stacked is None else f"{stacked[1]}.{lead[0]}.{stacked[2]}"
+                whole = numbered_key(whole, lead[-1]) if of_experts else whole
+                where[name_tensor(whole, self._architecture, where, self.path)] = Where(keys, lead)
         return where
 
     def _halves(self, key: str) -> tuple[str, ...]:
@@ -174,11 +187,15 @@ class TorchDist(Source):
         return read_config(self._architecture, self.args, facts)
 
     def _check_tensors(self, config: ModelConfig) -> None:
-        expected = (
-            (name, (self.num_rows, *shape[1:]) if has_vocabulary(name, config) else shape)
-            for name, shape in iterate_shapes(config)
-        )
-        check_tensors({name: self.stored_shape(name) for name in self._where}, expected, self.path)
+        check_tensors({name: self.stored_shape(name) for name in self._where}, self._expected(config), self.path)
+
+    def _expected(self, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+        """Yield names and shapes of all tensors, of stacks those of each expert."""
+        for name, shape in iterate_shapes(config):
+            if is_stack(name, config):
+                yield from ((of_expert(name, n), shape[1:]) for n in range(shape[0]))
+            elif not is_left_out(name, self._given):
+                yield name, (self.num_rows, *shape[1:]) if has_vocabulary(name, config) else shape
 
 
 def _read_common(folder: DistributedFolder) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dtgpt.interop.foreign import check_stored
 from dtgpt.interop.foreign_run import TrainingSource
 from dtgpt.interop.keys import Key, Keys, check_keys, just, whole
 from dtgpt.interop.megatron.config import shift_norm
+from dtgpt.interop.megatron.experts import CORRECTION
 from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.interop.megatron.torch_dist import TorchDist
@@ -99,9 +100,12 @@ class MegatronTraining(TrainingSource):
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         part = part or tuple(map(range, parameter_shapes(self.config)[name]))
-        return shift_norm(self._weights.read_as(name, part, self._master), name, self._weights.args, self.config)
+        master = "" if name.endswith(CORRECTION) else self._master
+        return shift_norm(self._weights.read_as(name, part, master), name, self._weights.args, self.config)
 
     def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+        if name.endswith(CORRECTION):  # which no optimizer moves
+            return torch.zeros([len(r) for r in part])
         return self._weights.read_as(name, part, f"{self._prefix}{moment}.")
 
     def _find_prefix(self) -> str:
@@ -119,20 +123,20 @@ class MegatronTraining(TrainingSource):
 
     def _has(self, kind: str) -> bool:
         tensors = self._weights.folder.tensors
-        return any(f"{self._prefix}{kind}.{key}" in tensors for key in self._weights.stored_shapes)
+        return any(f"{self._prefix}{kind}.{key}" in tensors for key in self._weights.trained_shapes)
 
     def _check_tensors(self) -> None:
         """Raise UserError where a moment or a master weight is missing, or has another shape or type."""
         folder = self._weights.folder
         prefixes = [f"{self._prefix}{moment}." for moment in MOMENTS] + ([self._master] if self._master else [])
-        for key, shape in self._weights.stored_shapes.items():
+        for key, shape in self._weights.trained_shapes.items():
             for prefix in prefixes:
                 check_shape(folder, prefix + key, shape)
                 check_stored(prefix + key, folder.tensors[prefix + key].dtype, folder.path, "save it with moments in")
 
     def _master_notes(self) -> list[str]:
         tensors = self._weights.folder.tensors
-        if self._master or all(tensors[key].dtype == torch.float32 for key in self._weights.stored_shapes):
+        if self._master or all(tensors[key].dtype == torch.float32 for key in self._weights.trained_shapes):
             return []
         return [f"{self.path} has no fp32 master weights; the run goes on with weights rounded to 16 bits"]
 

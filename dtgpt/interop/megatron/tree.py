@@ -2,7 +2,7 @@
 
 root/latest_checkpointed_iteration.txt      decimal, or `release`
 root/iter_0000100/ or root/release/
-    mp_rank_00/ or, in a pipeline, mp_rank_00_000/
+    mp_rank_00/ or, in a pipeline, mp_rank_00_000/, and with expert parallelism a further _000
         model_optim_rng.pt                  (model_rng.pt for a while, where the optimizer was distributed)
 """
 
@@ -10,9 +10,9 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, pairwise, takewhile
+from itertools import count, pairwise, product, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +24,28 @@ from dtgpt.interop.keys import Key, Keys, among, check_keys
 from dtgpt.interop.marks import TRACKER
 from dtgpt.interop.megatron.architecture import MegatronArchitecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture, count_layers, name_tensor
-from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore
+from dtgpt.interop.megatron.experts import apart, expert_parallel_size
+from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_matrix_of_expert, is_mcore
 from dtgpt.interop.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import read_regular
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
-RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 DEEPEST = 8  # dictionaries in dictionaries
 LARGEST_COUNT = 1 << 62  # of iterations and samples
 # How the fused QKV of plain attention lies along its output, by checkpoint_version; the later order is dtgpt's.
 QKV_ORDERS = {0: "(three n d) ... -> (n three d) ...", 1: "(n d three) ... -> (n three d) ...", 2: None, 3: None}
 VERSIONS: Keys = {"checkpoint_version": Key(among(QKV_ORDERS), "; dtgpt knows 0, 1.0, 2.0 and 3.0", 0)}
 PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
+
+
+class Rank(NamedTuple):
+    """Which part of the model a rank has."""
+
+    tensor: int
+    pipeline: int = 0
+    expert: int = 0
 
 
 @dataclass
@@ -67,51 +76,70 @@ class RankFile:
         }
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 
+    @property
+    def has_experts(self) -> bool:
+        return any(is_matrix_of_expert(name) for chunk in self.chunks for name in chunk)
+
     def layers(self, chunk: int) -> int:
         """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
         return count_layers(self.chunks[chunk], self.path)
 
 
-def open_ranks(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """Open the files of all ranks, by (tensor, pipeline) rank. Raise UserError where one is missing."""
+def open_ranks(folder: Path) -> dict[Rank, RankFile]:
+    """Open the files of all ranks. Raise UserError where one is missing."""
     paths = _rank_paths(checkpoint_folder(folder))
-    for t in range(1 + max(t for t, _ in paths)):
-        for p in range(1 + max(p for _, p in paths)):
-            if (t, p) not in paths:
-                raise _missing(expected_path(paths[min(paths)], (t, p)))
-    return {rank: open_rank(paths[rank]) for rank in sorted(paths)}
+    first = open_rank(paths[min(paths)])
+    if max(rank.expert for rank in paths) == 0 and _numbers_experts(first.args):
+        paths = {Rank(rank.tensor, 0, rank.pipeline): path for rank, path in paths.items()}
+    ends = (1 + max(numbers) for numbers in zip(*paths, strict=True))
+    for rank in (Rank(*numbers) for numbers in product(*map(range, ends))):
+        if rank not in paths:
+            raise _missing(expected_path(first, rank))
+    return {rank: first if rank == min(paths) else open_rank(paths[rank]) for rank in sorted(paths)}
 
 
-def check_places(ranks: Mapping[tuple[int, int], RankFile]) -> None:
+def _numbers_experts(args: Namespace | None) -> bool:
+    """Return whether the second number of a folder is that of an expert-parallel rank: where there is no pipeline, it
+    stands alone."""
+    return getattr(args, "pipeline_model_parallel_size", 1) == 1 and expert_parallel_size(vars(args or Namespace())) > 1
+
+
+def check_places(ranks: Mapping[Rank, RankFile]) -> None:
     """Raise UserError where the files of two ranks changed places, or one stands in the place of another: they hold the
-    same tensors; or the process that wrote them, whose number grows with the tensor and then the pipeline rank, says
-    so. Tools that convert trees write all files in one process."""
+    same tensors; or the process that wrote them, whose number grows with the tensor, then the expert and then the
+    pipeline rank, says so. Tools that convert trees write all files in one process."""
     seen: dict[frozenset[tuple[int, int]], Path] = {}
-    for file in ranks.values():
+    # Of a stage without experts, the ranks of an expert-parallel group do hold the same.
+    own = [file for rank, file in ranks.items() if rank.expert == 0 or file.has_experts]
+    for file in own:
         first = seen.setdefault(file.checksums.mark, file.path) if file.checksums.mark else file.path
         if first != file.path:
             raise UserError(f"{first} and {file.path} hold the same tensors; copy the file of each rank")
-    check_distinct(file.path for file in ranks.values())
-    said: dict[tuple[int, int], Any] = {(p, t): getattr(file.args, "rank", None) for (t, p), file in ranks.items()}
+    check_distinct(file.path for file in own)
+    said: dict[Rank, Any] = {rank: getattr(file.args, "rank", None) for rank, file in ranks.items()}
     if len(said) == 1 or set(said.values()) == {0} or not all(type(rank) is int for rank in said.values()):
         return
-    for before, place in pairwise(sorted(said)):
+    for before, place in pairwise(sorted(said, key=lambda rank: (rank.pipeline, rank.expert, rank.tensor))):
         if said[place] <= said[before]:
-            one, other = (ranks[t, p].path for p, t in (before, place))
+            one, other = (ranks[rank].path for rank in (before, place))
             raise UserError(
                 f"{other} was written by rank {said[place]}, and {one} by rank {said[before]}; copy the file of each "
                 "rank into its own folder"
             )
 
 
-def expected_path(first: Path, rank: tuple[int, int]) -> Path:
+def expected_path(first: RankFile, rank: Rank) -> Path:
     """Return where the file of a rank should be, if `first` is that of another one."""
-    pipeline = first.parent.name.count("_") > 2 or rank[1] > 0  # mp_rank_00_000
-    return first.parents[1] / rank_folder(*rank, pipeline) / first.name
+    numbers = first.path.parent.name.count("_") - 1  # mp_rank_00_000 has two
+    experts = expert_parallel_size(vars(first.args or Namespace())) > 1
+    pipeline = numbers > 1 + experts or rank.pipeline > 0
+    return first.path.parents[1] / rank_folder(rank, pipeline, experts or rank.expert > 0) / first.path.name
 
 
-def rank_folder(tensor_rank: int, pipeline_rank: int, pipeline: bool) -> str:
-    return f"mp_rank_{tensor_rank:02d}" + (f"_{pipeline_rank:03d}" if pipeline else "")
+def rank_folder(rank: Rank, pipeline: bool, experts: bool) -> str:
+    """Return the name of a rank's folder, in a pipeline and with expert parallelism or not."""
+    further = [rank.pipeline] * pipeline + [rank.expert] * experts
+    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in further)
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -153,10 +181,10 @@ def _missing(path: Path) -> UserError:
     return UserError(f"{path} is missing; copy the files of all ranks")
 
 
-def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the model's file of every rank by (tensor, pipeline) rank. A folder with an optimizer's part alone is
-    left out."""
-    found: dict[tuple[int, int], Path] = {}
+def _rank_paths(folder: Path) -> dict[Rank, Path]:
+    """Return the model's file of every rank, as its folder numbers it. A folder with an optimizer's part alone is left
+    out."""
+    found: dict[Rank, Path] = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         if not (match := RANK.fullmatch(place.name)):
             continue
@@ -165,14 +193,12 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
             continue
         if path is None:
             raise _missing(place / FILE_NAMES[0])
-        if match[3]:
-            raise UserError(f"{path} is one of expert-parallel ranks, and dtgpt has no experts; give a dense model")
-        rank = int(match[1]), int(match[2] or 0)
+        rank = Rank(*(int(number or 0) for number in match.groups()))
         if rank in found:
             raise UserError(f"{found[rank]} and {path} are of the same rank; give a folder with one checkpoint in it")
         found[rank] = path
     if not found:
-        raise _missing(folder / rank_folder(0, 0, False) / FILE_NAMES[0])
+        raise _missing(folder / rank_folder(Rank(0), False, False) / FILE_NAMES[0])
     return found
 
 
@@ -184,7 +210,8 @@ def open_rank(path: Path) -> RankFile:
     args, version = read_args(content.get("args"), path), content.get("checkpoint_version", 0)
     check_keys(content, VERSIONS, path)
     architecture = choose_architecture(args, path)
-    chunks = [dict(_flat(chunk, path, set())) for chunk in _chunks(content, path)]
+    given = vars(args or Namespace())
+    chunks = [apart(dict(_flat(chunk, path, set())), given, path) for chunk in _chunks(content, path)]
     keys = {key for chunk in chunks for key in chunk}
     iteration = content.get("iteration", 0)
     # mcore gives an untied output layer the name of the last stage's copy of the tied table.
