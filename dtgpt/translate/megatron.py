@@ -120,6 +120,8 @@ class Training(MixtureOptions):
         tp = "tensor-model-parallel-size" if not self._has("model-parallel-size") else "model-parallel-size"
         pp = "pipeline-model-parallel-size"
         options = {"cp": "context-parallel-size", "tp": tp, "pp": pp}
+        if self._count("num-experts", 0):
+            options = {**options, "ep": "expert-model-parallel-size"}
         degrees = {part: self._count(option, 1) for part, option in options.items()}
         parts = [f"{part}{degree}" for part, degree in degrees.items() if degree > 1]
         sources = [*options.values()]
@@ -143,7 +145,9 @@ class Training(MixtureOptions):
         else:
             self._skip("it has no effect without --use-megatron-fsdp", strategy)
         result.set(self._words(*sources) or "no option of parallelism", plan="_".join(parts) or "dp")
-        world, needed = result.launch.world, math.prod(degrees.values())
+        ep = degrees.pop("ep", 1)  # among the ranks of data
+        needed = math.prod(degrees.values()) * ep // math.gcd(ep, degrees["cp"])
+        world = result.launch.world
         result.needs = needed
         if world is not None and world % needed:
             result.refuse(counted(world, "process", "processes"), f"the plan needs {needed}, or a multiple")

@@ -32,7 +32,7 @@ EXPERTS = {
     "moe-router-dtype fp32": skip("routers always multiply in fp32"),
     "moe-router-dtype TYPE": no("routers always multiply in fp32"),
     "expert-model-parallel-size 1, expert-tensor-parallel-num-weight-shards 1": skip("that is so without the option"),
-    "expert-model-parallel-size N": no("experts are not spread over ranks; zero1, zero2 and zero3 shard their weights"),
+    "expert-model-parallel-size N": together("add ep{N} to the plan, as in --plan dp8_ep8_zero1"),
     "expert-tensor-parallel-size N": skip("the plan cuts experts as it cuts attention"),
     "moe-grouped-gemm, moe-use-legacy-grouped-gemm, moe-use-grouped-tensor, moe-single-grouped-*, use-grouped-gemm-*, "
     "moe-permute-fusion*, moe-router-fusion, moe-mlp-glu-interleave-size N, moe-shared-expert-glu-interleave-size N, "

@@ -73,6 +73,8 @@ def run(recipe: Recipe, plan: str, folder, last: int) -> list[Part]:
         ("dp4_ep2", "dp2_ep2_zero3", {"optimizer": MuonConfig(lr=5e-3, warmup=2)}),
         ("dp4_ep2_zero1", "dp2_ep2", {"optimizer": NorMuonConfig(lr=5e-3, warmup=2)}),
         ("pp4", "dp4_ep4", {"model": MANY}),
+        ("dp2_ep2_tp2_sp", "cp2_ep2_zero1", {"model": MANY}),
+        ("cp4_ep2", "dp2_ep2_tp2_zero3", {}),
     ],
 )
 def test_a_run_under_two_plans_follows_one_process(moe, expected, tmp_path, first, then, changes):
@@ -145,8 +147,11 @@ def test_rows_go_to_their_experts_and_back(counts, apart):
         assert not back.any() and not gradient.any()
 
 
-BUILT = [("dp2_ep2", "fp32"), ("dp4_ep2", "bf16"), ("dp2_ep2", "bf16"), ("dp4_ep2_zero1", "bf16"),
-         ("dp4_ep4_zero3", "fp32"), ("dp2_ep2_pp2_zbv", "bf16"), ("dp2_cp2_ep2_pp2_zero1", "fp32")]  # fmt: skip
+BUILT = [
+    ("dp2_ep2", "fp32"), ("dp4_ep2", "bf16"), ("dp2_ep2", "bf16"), ("dp4_ep2_zero1", "bf16"), ("dp4_ep4_zero3", "fp32"),
+    ("dp4_ep2_tp2_sp_pp2_zero1", "bf16"), ("dp2_ep2_tp2_pp2", "bf16"), ("dp2_ep2_pp2_zbv", "bf16"),
+    ("dp2_cp2_ep2_pp2_zero1", "fp32"),
+]  # fmt: skip
 
 
 @pytest.mark.slow(3)

@@ -65,6 +65,17 @@ def test_the_family_is_the_one_that_has_the_router(translated, command, family, 
         assert not word.startswith("--") or word in out or word == "--tokenizer-type"
 
 
+@pytest.mark.parametrize("command, plan", [
+    (f"{COMMAND} --expert-model-parallel-size 4 --use-distributed-optimizer", "ep4_zero1"),
+    (f"torchrun --nproc-per-node 8 {COMMAND} --expert-model-parallel-size 4 --tensor-model-parallel-size 2", "ep4_tp2"),
+    (f"torchrun --nproc-per-node 4 {COMMAND} --expert-model-parallel-size 4 --context-parallel-size 2", "cp2_ep4"),
+    (f"{COMMAND.replace('--num-experts 8', '')} --expert-model-parallel-size 4", "dp"),
+])  # fmt: skip
+def test_experts_are_spread_over_as_many_ranks(translated, command, plan):
+    recipe, out = translated(command)
+    assert set(recipe.plan.split("_")) == set(plan.split("_")) and "cannot be done" not in out
+
+
 @pytest.mark.parametrize("words, told", [
     ("--moe-router-pre-softmax", "weights by the softmax over all experts, which a Mixtral does not have"),
     (f"{SIGMOID} --moe-layer-freq 2", "--moe-layer-freq 2 (blocks without experts behind the first ones, which a GLM"),
@@ -140,6 +151,6 @@ def test_a_model_without_experts_needs_none_of_the_options(translated):
 
 def test_answers_name_options_that_a_family_has():
     known = {f"model.{name}" for family in MIXTURES for name, *_ in leaves(class_of(family))}
-    known |= {f"balance.{name}" for name in asdict(BalanceConfig())} | {"recompute"}
+    known |= {f"balance.{name}" for name in asdict(BalanceConfig())} | {"recompute", "plan"}
     for key, answer in flat({"": EXPERTS}).items():
         assert {*re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer.text)} <= known, key
