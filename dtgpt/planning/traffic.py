@@ -129,8 +129,8 @@ def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int,
     block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
     before the output of that one."""
     repeated = _repeated(settings)
-    weights = [p for p in weights if p.block in repeated and "tp" in p.layout.cuts]
-    last = {p.block: p for p in weights}  # in the order of the modules
+    weights = [p for p in weights if p.block in repeated]
+    last = {p.block: p for p in weights if p.role is not Role.ROUTER}  # in the order of modules, but for a shared gate
     ends = _cut(list(last.values()), INPUTS) if settings.model.dropout == 0 else []
     return len(_cut(weights, OUTPUTS)), len(_cut(weights, INPUTS)) - len(ends)
 

@@ -164,7 +164,7 @@ def cut_dimension(name: str, config: ModelConfig) -> int | None:
     role = role_of(module, config.roles)
     if role in (*COLUMNS, Role.COLUMN_STACK, Role.VOCABULARY, Role.OUTPUT):
         return 0
-    return 1 if role in (Role.ROW, Role.ROW_STACK) and kind.startswith("weight") else None
+    return 1 if role in (Role.ROW, Role.INNER_ROW, Role.ROW_STACK) and kind.startswith("weight") else None
 
 
 def padded_rows(vocab_size: int, tensor_parallel_size: int, multiple: int = 128) -> int:
