@@ -32,8 +32,6 @@ from dtgpt.train.trainer import Trainer
 
 ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
-
-
 PARTS = (  # what tensor parallelism cuts within a branch, and what is behind it
     *((role, "output") for role in (Role.INNER_COLUMN, Role.COLUMN_STACK, Role.EXIT)),
     *((role, "input") for role in (Role.INNER_ROW, Role.ROW_STACK)),

@@ -35,9 +35,7 @@ class Plan:
 
     dp: Annotated[int | None, DEGREE] = None  # data parallel: replicas of the model; None: as the processes make
     cp: Annotated[int, DEGREE] = 1  # context parallel: ranks that each have a slice of the tokens of every sample
-    ep: Annotated[int, DEGREE] = (
-        1  # expert parallel: neighbours among the ranks of dp x cp that hold other experts each
-    )
+    ep: Annotated[int, DEGREE] = 1  # expert parallel: neighbours within dp x cp that hold other experts each
     tp: Annotated[int, DEGREE] = 1  # tensor parallel: ranks that share every layer
     pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
     zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp x cp: 1 optimizer state, 2 and gradients, 3 and parameters

@@ -23,7 +23,7 @@ import torch
 
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.inventory import Parameter, Rows, Shape, inventory
-from dtgpt.models.roles import Role, Roles, patterns_of, role_of
+from dtgpt.models.roles import ROWS, Role, Roles, patterns_of, role_of
 from dtgpt.util import seams
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError, shown_name
@@ -136,9 +136,7 @@ class ModelConfig(ABC):
             return 0.0, 0.0
         if role in (Role.NORM, Role.HEAD_NORM, Role.JOINT_NORM):
             return 1.0, 0.0
-        return 0.0, self.init_std / (
-            math.sqrt(2 * self.num_layers) if role in (Role.ROW, Role.INNER_ROW, Role.ROW_STACK) else 1
-        )
+        return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role in ROWS else 1)
 
     @property
     def head_dim(self) -> int:

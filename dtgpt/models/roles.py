@@ -42,6 +42,8 @@ Roles = Mapping[str, Role]  # module pattern -> role
 COLUMNS = (Role.QKV, Role.COLUMN, Role.INNER_COLUMN)
 MATRICES = (*COLUMNS, Role.ROW, Role.INNER_ROW)  # of a block
 STACKS = (Role.COLUMN_STACK, Role.ROW_STACK)
+MLP_COLUMNS = (Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK)  # the first matrices of an MLP, also in stacks
+ROWS = (Role.ROW, Role.INNER_ROW, Role.ROW_STACK)  # cut by their inputs, also in stacks
 INNER = (Role.INNER_COLUMN, Role.INNER_ROW, *STACKS)  # within a branch that ENTRY begins
 
 

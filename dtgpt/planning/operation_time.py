@@ -8,7 +8,7 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
-from dtgpt.models.roles import COLUMNS, MATRICES, STACKS, Role
+from dtgpt.models.roles import COLUMNS, MATRICES, MLP_COLUMNS, STACKS
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
@@ -110,7 +110,7 @@ class Operations:
             if settings.freezes_weights:
                 forward, backward = self._adapted(p, count, tokens, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
-            is_first = p.role in (Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK)
+            is_first = p.role in MLP_COLUMNS
             each = count * share
             c, r = (c + each * rows, r) if is_first else (c, r + each * inner)
         core_forward, core_backward, heads = self._cores(index)

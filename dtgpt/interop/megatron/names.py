@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.roles import COLUMNS, STACKS, Role, role_of
+from dtgpt.models.roles import COLUMNS, ROWS, STACKS, Role, role_of
 
 Family = Literal["nested", "local", "transformer_engine"]
 Modules = Mapping[str, str]  # place -> dtgpt's module, `attn.qkv` in a block and `head.norm` outside
@@ -164,7 +164,7 @@ def cut_dimension(name: str, config: ModelConfig) -> int | None:
     role = role_of(module, config.roles)
     if role in (*COLUMNS, Role.COLUMN_STACK, Role.VOCABULARY, Role.OUTPUT):
         return 0
-    return 1 if role in (Role.ROW, Role.INNER_ROW, Role.ROW_STACK) and kind.startswith("weight") else None
+    return 1 if role in ROWS and kind.startswith("weight") else None
 
 
 def padded_rows(vocab_size: int, tensor_parallel_size: int, multiple: int = 128) -> int:

@@ -6,7 +6,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import Precision
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import MATRICES, Role
+from dtgpt.models.roles import MATRICES, ROWS, Role
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import device_name
 
@@ -80,7 +80,7 @@ def _matrices(model: ModelConfig, plan: ResolvedPlan) -> list[tuple[str, int, in
     for p in (p for index in parts.counts for p in parts.of_block(index)):
         if p.name.endswith(".weight") and p.role in MATRICES:
             rows, columns = p.shape
-            by_rows = p.role in (Role.ROW, Role.INNER_ROW)
+            by_rows = p.role in ROWS
             cut = rows if by_rows else rows // plan.tp, columns // plan.tp if by_rows else columns
             name = p.name.removesuffix(".weight").replace(f"blocks.{p.block}.", "blocks.*.", 1)
             found[name, *cut] = None

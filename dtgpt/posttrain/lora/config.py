@@ -5,14 +5,14 @@ from typing import Annotated, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.inventory import Parameter
-from dtgpt.models.roles import Role
+from dtgpt.models.roles import MLP_COLUMNS, ROWS, Role
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
 TARGETS = {
     "qkv": {Role.QKV},
-    "column": {Role.COLUMN, Role.INNER_COLUMN, Role.COLUMN_STACK},
-    "row": {Role.ROW, Role.INNER_ROW, Role.ROW_STACK},
+    "column": {*MLP_COLUMNS},
+    "row": {*ROWS},
 }
 NAMES = "|".join(TARGETS)
 NO_RANK = "lora.rank={lora.rank} is not the rank of an adapter; use 1 to {model.hidden_size}, or 0 to train the weights"
