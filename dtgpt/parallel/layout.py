@@ -14,7 +14,6 @@ from typing import Any
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Shape
-from dtgpt.models.roles import STACKS, Role
 
 Region = tuple[range, ...]  # global indices of a part of a tensor
 OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
@@ -27,12 +26,6 @@ def axes_of(plan: ResolvedPlan, own: Mapping[str, int] = MappingProxyType({})) -
     rest = plan.data_ranks // math.prod(own.values())
     replicate, shard = (1, rest) if plan.zero else (rest, 1)
     return {"replicate": replicate, "shard": shard, **own, "tp": plan.tp}
-
-
-def own_cuts(plan: ResolvedPlan, role: Role | None) -> dict[str, int]:
-    """Return axis -> dimension of the axes of its own that a parameter has, by the role of its module: those of a stack
-    divide its matrices."""
-    return dict.fromkeys(plan.own_axes, 0) if role in STACKS else {}
 
 
 @dataclass(frozen=True)
@@ -61,11 +54,6 @@ class ParameterLayout:
                 dim = self.cuts[axis]
                 region[dim] = chunk(region[dim], self.axes[axis], index)
         return tuple(region)
-
-    @property
-    def apart(self) -> int:
-        """The number of neighbouring ranks of data that hold different parts along axes of the parameter's own."""
-        return math.prod(ranks for axis, ranks in self.axes.items() if axis not in ("replicate", "shard", "tp"))
 
     @property
     def replicas(self) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
-from dtgpt.parallel.layout import ZERO, ParameterLayout, axes_of, own_cuts
+from dtgpt.models.roles import STACKS
+from dtgpt.parallel.layout import ZERO, ParameterLayout, axes_of
 
 
 class Layout:
@@ -35,8 +36,8 @@ class Layout:
         return self._known[key]
 
     def _make(self, parameter: Parameter) -> ParameterLayout:
-        own = own_cuts(self.plan, parameter.role)
-        axes, cuts = axes_of(self.plan, {axis: self.plan.own_axes[axis] for axis in own}), {**ZERO, **own}
+        own = self.plan.own_axes if parameter.role in STACKS else {}
+        axes, cuts = axes_of(self.plan, own), {**ZERO, **dict.fromkeys(own, 0)}  # which divide the matrices of a stack
         if self.plan.tp == 1:
             return ParameterLayout(parameter.shape, axes, cuts)
         from dtgpt.parallel.local_weights.dims import dims_of

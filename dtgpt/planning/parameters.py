@@ -17,7 +17,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.layout import ParameterLayout
-from dtgpt.parallel.mesh import RankCoordinates
+from dtgpt.parallel.mesh import DIMENSIONS, RankCoordinates
 from dtgpt.parallel.shared_memory.gather import PLACES
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
@@ -37,6 +37,11 @@ class LocalParameter(NamedTuple):
     shape: Shape  # of the whole
     by_tp: int  # after tensor parallelism: what the rank computes with
     local: int  # after ZeRO: what the rank keeps
+
+    @property
+    def apart(self) -> int:
+        """The number of neighbouring ranks of data that hold different parts along axes of the parameter's own."""
+        return math.prod(ranks for axis, ranks in self.layout.axes.items() if axis not in DIMENSIONS)
 
 
 def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:

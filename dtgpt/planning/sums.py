@@ -104,7 +104,7 @@ class BucketCosts(Costs):
     def bytes_of(self, parameters: Parameters) -> int:
         settings, plan = self.settings, self.settings.plan
         if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-            return round(sum(self._width_of(p.layout.axes["replicate"], p.layout.apart) * p.by_tp for p in parameters))
+            return round(sum(self._width_of(p.layout.axes["replicate"], p.apart) * p.by_tp for p in parameters))
         # A schedule that cuts backward in two has those of all passes on the parameters, too.
         return (2 if plan.splits_backward else 1) * super().bytes_of(parameters)
 
@@ -140,7 +140,7 @@ class ExactCosts(BucketCosts):
         """Return the bytes of gradients in fp32, of what travels to be rounded, or of the integers: those of all that a
         rank computes with, where several micro-batches are summed before they are sent, and under ZeRO its part's."""
         plan, total = self.settings.plan, 4 * sum(p.local for p in parameters)
-        apart, together = ([p for p in parameters if (p.layout.apart > 1) is own] for own in (True, False))
+        apart, together = ([p for p in parameters if (p.apart > 1) is own] for own in (True, False))
         total += 8 * sum(p.by_tp + (p.local if p.layout.axes["shard"] > 1 else 0) for p in apart)
         if self.sums.rounds:
             return total + (0 if plan.zero else self._bytes_to_sum(together))
@@ -157,7 +157,7 @@ class ExactCosts(BucketCosts):
             return 0
         sizes = Counter[int | None]()
         for p in parameters:
-            sizes[p.block] += p.by_tp if p.layout.apart == 1 else 0
+            sizes[p.block] += p.by_tp if p.apart == 1 else 0
         largest = max(sizes.values())
         if not (self.cuts or self.sums.rounds):
             return largest * self.total_width if plan.zero else 0
@@ -168,7 +168,7 @@ class ExactCosts(BucketCosts):
 
     def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
         plan, passes = self.settings.plan, self.settings.micro_batches
-        whole, apart = sum(p.by_tp for p in parameters), any(p.layout.apart > 1 for p in parameters)
+        whole, apart = sum(p.by_tp for p in parameters), any(p.apart > 1 for p in parameters)
         if plan.zero and (apart or not self.cuts):
             return [Collective("reduce-scatter", "dp", f"gradients, {self.words}", groups, self.total_width * whole)]
         if apart or not (plan.zero or self.sums.rounds):

@@ -154,7 +154,7 @@ def _kinds(partial: list[LocalParameter]) -> str:
 
 def _over_dp(here: Rank) -> list[Collective]:
     """Return the messages between ranks that hold the same parameters, or ZeRO's parts of them."""
-    by_distance = sorted({p.layout.apart for p in here.parameters})
+    by_distance = sorted({p.apart for p in here.parameters})
     return [
         replace(c, apart=apart, what=c.what if apart == 1 else f"{c.what}, of experts")
         for apart in by_distance
@@ -166,7 +166,7 @@ def _over_dp(here: Rank) -> list[Collective]:
 def _of_replicas(here: Rank, apart: int) -> list[Collective]:
     """Return the messages of the parameters that every `apart`-th rank of data holds."""
     settings, plan, passes = here.settings, here.settings.plan, here.settings.micro_batches
-    parameters, trained = ([p for p in own if p.layout.apart == apart] for own in (here.parameters, here.trained))
+    parameters, trained = ([p for p in own if p.apart == apart] for own in (here.parameters, here.trained))
     ends = sum(stage in (0, plan.num_stages - 1) for stage in here.place.stages)
     ends = 0 if apart > 1 or (settings.freezes_weights and plan.zero == 0) else ends  # where nothing is trained
     blocks = len({p.block for p in parameters if p.block is not None})

@@ -20,6 +20,7 @@ from dtgpt.compare.fuzz.report import line, table
 from dtgpt.compare.fuzz.shrink import shrink
 from dtgpt.config.execution import choose_device
 from dtgpt.config.overrides import Options, as_words
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
 
@@ -57,7 +58,7 @@ class Runner:
         alone = PoolJob(1, references, (self.setting, case))
         plan = PoolJob(world, self.work, (self.setting, case, "plan"))
         chosen: list[ProcessResult] = []
-        if hasattr(MODELS[case.architecture], "num_experts"):
+        if isinstance(MODELS[case.architecture], ExpertsConfig):
             file_of_choices(self.setting.shared).unlink(missing_ok=True)
             (chosen,) = self.pool.run([alone], self.timeout)
             if any(answer.failure for answer in chosen) and (problem := self._problem(case, [], chosen)):

@@ -92,6 +92,8 @@ _chain.register_autograd(_differentiate, setup_context=_save)
 
 
 def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not is_dtensor(x):
+        raise ValueError("the input of a weight that is a DTensor must be one, too")
     if _splits(x, weight, bias) or _takes_chain(x, weight, bias):
         return on_local_tensors(linear, x, weight, bias)
     if bias is None:
