@@ -11,7 +11,6 @@ NEW_TOKENS = 256  # where a task says nothing, as the harness's `hf` back end
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one number
 # Options of transformers that change no text here, by the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "num_return_sequences": (1,),
     "use_cache": (True, False),
     "skip_special_tokens": (True,),

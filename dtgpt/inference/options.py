@@ -39,7 +39,6 @@ ELSEWHERE = {  # names that other programs have for an option
     "stop_token": "stop_token_ids",
     "random_seed": "seed",
     "generator": "seed",
-    "repetition_penalty": "frequency_penalty",
     "logprobs": "top_logprobs",
     "ignore_eos": "ends",
 }

@@ -83,7 +83,6 @@ KEYS = {
     # vLLM's
     "ignore_eos": RequestKey(SWITCH, False),
     "return_token_ids": RequestKey(SWITCH, False),
-    "repetition_penalty": RequestKey(ANY, 1.0, is_supported=False),
     "use_beam_search": RequestKey(ANY, False, is_supported=False),
     "skip_special_tokens": RequestKey(ANY, False, is_supported=False),  # texts have the names of all but the end
     "include_stop_str_in_output": RequestKey(ANY, False, is_supported=False),

@@ -330,14 +330,14 @@ def test_generation_arguments_are_those_of_the_harness(given, new, temperature, 
         temperature,
         stops,
     )
-    assert wanted.options.get("top_p") == given.get("top_p") and "repetition_penalty" not in wanted.options
+    assert all(wanted.options.get(name) == given.get(name) for name in ("top_p", "repetition_penalty"))
 
 
 @pytest.mark.parametrize("given, sentence", [
     ({"max_gen_toks": 64}, "leaves no context in the model's 64 positions; use 1 to 63"),
     ({"max_gen_toks": 0}, "max_gen_toks=0"),
     ({"until": 5}, "until=5"),
-    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2, which does not exist here; did you mean frequency_penalty"),
+    ({"repeat_penalty": 1.2}, "repeat_penalty=1.2, which does not exist here; did you mean repetition_penalty"),
     ({"num_return_sequences": 2}, "num_return_sequences=2"),
 ])  # fmt: skip
 def test_generation_arguments_that_cannot_be_followed_are_refused(given, sentence):

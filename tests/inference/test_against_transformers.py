@@ -43,7 +43,7 @@ def up_to_end(ids: list[int], stops: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("rules", [
-    {}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3, "min_new_tokens": 8},
+    {}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3, "min_new_tokens": 8},
 ])  # fmt: skip
 def test_greedy_text(models, rules):
     """Six prompts share three slots; the ids that end a text are tokens that come early without them."""

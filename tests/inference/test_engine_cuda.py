@@ -42,7 +42,14 @@ SAMPLINGS = {
     "plain": Options(seed=1),
     "top_k": Options(top_k=20, temperature=0.8, seed=2),
     "top_p": Options(top_p=0.9, top_p_decay=0.99, top_p_bound=0.3, seed=3),
-    "edits": Options(frequency_penalty=0.5, no_repeat_ngram_size=2, logit_bias={7: 2.0}, min_new_tokens=5, seed=4),
+    "edits": Options(
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        no_repeat_ngram_size=2,
+        logit_bias={7: 2.0},
+        min_new_tokens=5,
+        seed=4,
+    ),
 }
 
 

@@ -28,6 +28,7 @@ def test_the_options_of_rules_are_options_of_every_prompt():
     ({"min_p": 1.01}, "min_p=1.01 is not valid; use a number from 0 to 1"),
     ({"top_p": 0.5, "top_p_bound": 0.6}, "top_p_bound=0.6 is above top_p=0.5; use at most that"),
     ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 is not valid; use a number from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 is not valid; use a number from 0.01 to 100"),
     ({"presence_penalty": -3}, "presence_penalty=-3 is not valid; use a number from -2 to 2"),
     ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size=33 is not valid; use a whole number from 0 to 32"),
     ({"logit_bias": [1]}, "logit_bias=[1] is not a mapping; map token ids to numbers"),
@@ -54,6 +55,7 @@ def test_right_values_of_rules_pass():
     ({"top_p": 0.0, "top_p_decay": 0.5}, Variant()), ({"min_p": 0.1}, Variant(filters=True)),
     ({"top_p": 1.0, "top_p_decay": 0.5}, Variant(filters=True)), ({"min_new_tokens": 1}, Variant(edits=True)),
     ({"logit_bias": {1: 1}}, Variant(edits=True)), ({"presence_penalty": 1}, Variant(edits=True)),
+    ({"repetition_penalty": 1.1}, Variant(edits=True)),
     ({"frequency_penalty": 1}, Variant(edits=True)), ({"prevent_newline_after_colon": True}, Variant(edits=True)),
     ({"no_repeat_ngram_size": 1}, Variant(ngram=1)), ({"no_repeat_ngram_size": 3}, Variant(ngram=4)),
     ({"stop_on_eol": True, "stop_token_ids": (3,), "seed": 5}, Variant()),
@@ -84,13 +86,14 @@ def test_parameters_of_rules_come_out_as_they_went_in():
     bias = {token: token / 7 for token in range(MOST_BIASES)}
     sampling = Options(
         temperature=1 / 3, top_k=7, top_p=0.1, top_p_decay=0.7, top_p_bound=0.05, min_p=0.02,
-        frequency_penalty=-0.3, presence_penalty=0.4, logit_bias=bias, no_repeat_ngram_size=3, min_new_tokens=2,
+        frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=bias,
+        no_repeat_ngram_size=3, min_new_tokens=2,
         stop_token_ids=tuple(range(MOST_STOPS)), stop_on_eol=True, prevent_newline_after_colon=True, seed=-1,
     )  # fmt: skip
     payload = SlotState.encode([4, 5, 6], sampling, IDS, 0, 0)
     assert payload.dtype == torch.int64 and payload[-3:].tolist() == [4, 5, 6]
     found = unpack(payload[None, :-3])
-    assert [float(x) for x in found.floats] == [1 / 3, 0.1, 0.7, 0.05, 0.02, -0.3, 0.4]
+    assert [float(x) for x in found.floats] == [1 / 3, 0.1, 0.7, 0.05, 0.02, -0.3, 0.4, 1.3]
     integers = {name: int(value) for name, value in found.integers._asdict().items() if "key" not in name}
     assert list(integers.values()) == [3, 7, 3, 2, 12, 10, NONE]
     assert dict(zip(found.bias_ids[0].tolist(), found.bias_values[0].tolist(), strict=True)) == bias

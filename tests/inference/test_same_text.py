@@ -33,6 +33,7 @@ samplings = st.builds(
     temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]), top_k=st.sampled_from([0, 1, 5]),
     top_p=st.sampled_from([0.0, 0.6, 1.0]), top_p_decay=st.sampled_from([0.0, 0.9]),
     frequency_penalty=st.sampled_from([0.0, 1.5]), presence_penalty=st.sampled_from([0.0, -1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
     logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, 2.0]), max_size=2),
     no_repeat_ngram_size=st.sampled_from([0, 1, 2]), seed=st.integers(0, 3),
     stop_token_ids=st.lists(tokens, max_size=2).map(tuple), ends=st.booleans(), stop_on_eol=st.booleans(),

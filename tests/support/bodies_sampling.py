@@ -89,6 +89,9 @@ def banned(row: Row) -> set[int]:
 def edited(row: Row) -> np.ndarray:
     """Logits as a token is chosen of, float32."""
     s, values = row.sampling, measured(row)
+    for token in {*row.prompt, *row.generated}:
+        penalty = np.float32(s.repetition_penalty)
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
     for token, bias in s.logit_bias.items():
         values[token] += np.float32(bias)
     for token in set(row.generated):
@@ -165,6 +168,8 @@ FILTERS = [
 EDITS = [
     {"logit_bias": {3: 2.0, 4: -100.0, 0: 0.5}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
     {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}, {"no_repeat_ngram_size": 1},
+    {"repetition_penalty": 1.7, "logit_bias": {1: -0.5}, "prevent_newline_after_colon": True},
+    {"repetition_penalty": 0.6},
     {"min_new_tokens": 9, "stop_token_ids": (5, 7)}, {"min_new_tokens": 9, "stop_on_double_eol": True},
     {"no_repeat_ngram_size": 3, "presence_penalty": 1.5, "logit_bias": {1: 3.0}, "prevent_newline_after_colon": True},
 ]  # fmt: skip
@@ -192,7 +197,7 @@ def watched() -> Iterator[dict[str, Tensor]]:
     seen: dict[str, Tensor] = {}
 
     def watch(module: str, name: str):
-        kernels = importlib.import_module(f"dtgpt.ops.sampling.{module}")
+        kernels = importlib.import_module(f"dtgpt.ops.kernels.sampling.{module}")
         original = getattr(kernels, name)
 
         def function(*arguments):

@@ -7,7 +7,7 @@ from dtgpt.inference.base_options import MOST_SEQUENCES, BaseOptions, declared
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
-WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs"  # options that no search takes
+WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs", "repetition_penalty"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,9 @@ class BeamOptions(BaseOptions):
                 if (value := getattr(self, name)) != declared(BeamOptions)[name].default:
                     raise UserError(f"{name}={value} is for a beam search; give num_beams, or leave it out")
             return super().settled()
+        options = declared(type(self))
         for name in WITHOUT:
-            if getattr(self, name, False):  # some are of another capability
+            if name in options and getattr(self, name) != options[name].default:  # some are of another capability
                 raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
         from dtgpt.inference.beams.search import Beams  # which needs requests, that need these options
 

@@ -11,18 +11,33 @@ from torch import Tensor
 from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences, Variant
 
 
-def _ban(values: Tensor, ids: Tensor, banned: Tensor) -> Tensor:
-    """Set the values of ids int64 `[B, N]` to -inf where banned, bool `[B, N]`."""
+def _marked(values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+    """Return whether a column of values `[B, V]` is one of the ids int64 `[B, N]`, of those `where`, bool `[B, N]`."""
     count = values.shape[1]
     marks = torch.zeros(len(values), count + 1, dtype=torch.int32, device=values.device)
-    marks.scatter_add_(1, torch.where(banned, ids, count), banned.int())
-    return values.masked_fill(marks[:, :count] > 0, -math.inf)
+    marks.scatter_add_(1, torch.where(where, ids, count), where.int())
+    return marks[:, :count] > 0
+
+
+def _ban(values: Tensor, ids: Tensor, banned: Tensor) -> Tensor:
+    """Set the values of ids int64 `[B, N]` to -inf where banned, bool `[B, N]`."""
+    return values.masked_fill(_marked(values, ids, banned), -math.inf)
 
 
 def ban_newline_after_colon(values: Tensor, token: Tensor, parameters: Parameters) -> Tensor:
     """Ban the newline where the last token, int64 `[B]`, is a colon (Megatron-LM's `prevent_newline_after_colon`)."""
     colon, newline = parameters.integers.colon, parameters.integers.newline
     return _ban(values, newline[:, None], ((colon != NONE) & (token == colon))[:, None])
+
+
+def penalize_repetitions(values: Tensor, history: Tensor, position: Tensor, parameters: Parameters) -> Tensor:
+    """Divide the positive logits of tokens that the sequence has, prompt included, by the repetition penalty, and
+    multiply the negative ones by it (Keskar et al. 2019, CTRL, section 4.1; transformers' rule for negative ones)."""
+    penalty = parameters.floats.repetition_penalty.float()[:, None]
+    penalty = torch.where(penalty == 0, 1.0, penalty)
+    inside = torch.arange(history.shape[1], device=history.device) <= position[:, None]
+    scaled = torch.where(values > 0, values / penalty, values * penalty)
+    return torch.where(_marked(values, history, inside), scaled, values)
 
 
 def add_bias(values: Tensor, parameters: Parameters) -> Tensor:
@@ -76,6 +91,7 @@ def edit(
         values = ban_newline_after_colon(values, token, parameters)
     measured = values
     if variant.edits:
+        values = penalize_repetitions(values, history, position, parameters)
         values = penalize(add_bias(values, parameters), history, position, parameters)
     if variant.ngram:
         values = ban_repeated_ngrams(values, history, position, parameters.integers.ngram, variant.ngram)

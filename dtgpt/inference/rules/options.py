@@ -26,6 +26,7 @@ LONGEST_ID = 20  # digits
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256  # characters
 BIAS = 100  # largest absolute value, as in OpenAI's API
 PENALTY = Bounds(-2, 2)
+REPETITION = Bounds(0.01, 100)
 
 
 def biases(given: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -101,6 +102,11 @@ class RuleOptions(BaseOptions):
     ] = 0.0
     frequency_penalty: Annotated[float, "taken from a logit for each time that its token was generated", PENALTY] = 0.0
     presence_penalty: Annotated[float, "taken from a logit if its token was generated", PENALTY] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        "logits of tokens that the text has, prompt included, are divided by this; negative ones times it",
+        REPETITION,
+    ] = 1.0
     logit_bias: Annotated[Mapping[int, float], "numbers to add to the logits of up to 300 ids", BIASES] = field(
         default_factory=dict
     )
@@ -132,7 +138,7 @@ class RuleOptions(BaseOptions):
         values = (self.frequency_penalty, self.presence_penalty, self.logit_bias, self.min_new_tokens)
         return found._replace(
             filters=found.filters or (not self.greedy and (decays or self.min_p > 0)),
-            edits=self.prevent_newline_after_colon or any(values),
+            edits=self.prevent_newline_after_colon or self.repetition_penalty != 1 or any(values),
             ngram=1 << (size - 1).bit_length() if size else 0,
         )
 
@@ -140,7 +146,7 @@ class RuleOptions(BaseOptions):
         self, special: SpecialIds, numbers: Mapping[str, float], bias: Mapping[int, float] | None = None
     ) -> Tensor:
         own: dict[str, float] = {"ngram": self.no_repeat_ngram_size, "min_new_tokens": self.min_new_tokens}
-        names = ("top_p_decay", "top_p_bound", "min_p", "frequency_penalty", "presence_penalty")
+        names = ("top_p_decay", "top_p_bound", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
         own |= {name: getattr(self, name) for name in names}
         if self.prevent_newline_after_colon and special.colon is not None and special.newline is not None:
             own |= {"colon": special.colon, "newline": special.newline}

@@ -45,6 +45,7 @@ class Floats(NamedTuple, Generic[T]):
     min_p: T  # 0: all
     frequency_penalty: T
     presence_penalty: T
+    repetition_penalty: T  # 0 or 1: none
 
 
 SIZES = (len(Integers._fields), len(Floats._fields), MOST_BIASES, MOST_BIASES, MOST_ENDINGS)

@@ -20,6 +20,7 @@ MIN_NEW_TOKENS = tl.constexpr(Integers._fields.index("min_new_tokens"))
 PAIRED_NEWLINE = tl.constexpr(Integers._fields.index("paired_newline"))
 FREQUENCY = tl.constexpr(SIZES[0] + Floats._fields.index("frequency_penalty"))
 PRESENCE = tl.constexpr(SIZES[0] + Floats._fields.index("presence_penalty"))
+REPETITION = tl.constexpr(SIZES[0] + Floats._fields.index("repetition_penalty"))
 BIAS_IDS, BIASES = tl.constexpr(sum(SIZES[:2])), tl.constexpr(MOST_BIASES)
 ENDING_IDS, ENDINGS = tl.constexpr(sum(SIZES[:4])), tl.constexpr(MOST_ENDINGS)
 BIAS_LANES = tl.constexpr(triton.next_power_of_2(MOST_BIASES))
@@ -30,6 +31,18 @@ ENDING_LANES = tl.constexpr(triton.next_power_of_2(MOST_ENDINGS))
 def ban(line, token, banned):
     """Set the logit of a token, or of each of several, to -inf where banned."""
     tl.store(line + token, float("-inf"), mask=banned)
+
+
+@triton.jit
+def penalize_repetitions(line, logits, history, length, penalty, BLOCK: tl.constexpr):
+    """Scale the logits of all tokens of the sequence. What is stored follows from the model's logit, and not from what
+    the line has, so that a token that occurs twice is scaled once."""
+    for first in range(0, length, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        token = tl.load(history + place, mask=place < length, other=0)
+        value = tl.load(logits + token, mask=place < length, other=0.0).to(tl.float32)
+        scaled = tl.where(value > 0, tl.div_rn(value, penalty), value * penalty)
+        tl.store(line + token, scaled, mask=place < length)
 
 
 @triton.jit
@@ -77,6 +90,8 @@ def ban_repeated_ngrams(line, history, length, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions"])
 def edit_kernel(
+    edited,
+    edited_stride,
     logits,
     stride,
     tokens,
@@ -90,13 +105,18 @@ def edit_kernel(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """Apply the rules to a row of logits fp32 `[B, V]`. history: `[S, positions]`; places: that of each last token."""
+    """Apply the rules to a row of `edited`, fp32 `[B, V]`, a copy of the logits. history: `[S, positions]`; places:
+    that of each last token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    line, rules, past = logits + row * stride, parameters + slot * ROW, history + slot * positions
+    line, rules, past = edited + row * edited_stride, parameters + slot * ROW, history + slot * positions
     token, length = tl.load(tokens + slot), (tl.load(places + slot) + 1).to(tl.int32)
     start = tl.load(rules + PROMPT_LENGTH).to(tl.int32)
     if EDITS:
+        repetition = load_float(rules, REPETITION).to(tl.float32)
+        if (repetition != 0) & (repetition != 1):  # first, though a rule of newlines comes before: it leaves -inf as is
+            penalize_repetitions(line, logits + row * stride, past, length, repetition, BLOCK)
+        tl.debug_barrier()
         colon, newline = tl.load(rules + COLON), tl.load(rules + NEWLINE)
         ban(line, newline, (colon >= 0) & (token == colon))
         tl.debug_barrier()  # between rules: an id may belong to another thread in each
@@ -127,6 +147,8 @@ def launch_edits(logits: Tensor, sequences: Sequences, slots: Tensor, variant: V
     edit_kernel[(len(slots),)](
         edited,
         edited.stride(0),
+        logits,
+        logits.stride(0),
         token,
         position,
         history,
