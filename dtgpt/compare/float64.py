@@ -54,7 +54,7 @@ def trace_in_float64(
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
         if moved:
-            move(parameters.values(), BIT)
+            move([each for each in parameters.values() if each.is_floating_point()], BIT)
     compute_loss_exactly(model, trainer)
     for module in model.modules():
         if isinstance(module, AttentionCore):

@@ -54,7 +54,8 @@ class Linear(nn.Linear):
     adds_bias: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
+        # Integers are codes, for the product that is bound.
+        weight = self.weight.to(x.dtype) if self.weight.is_floating_point() else self.weight
         bias = self.bias.to(x.dtype) if self.adds_bias and self.bias is not None else None
         if self.bound.quantised is not None:
             return self.bound.quantised.linear(self.bound, x, weight, bias)

@@ -130,8 +130,9 @@ class Shards:
 
     @torch.no_grad()
     def initialize(self, config: ModelConfig, key: Tensor) -> None:
-        """Draw this rank's part of the initial weights, straight into its memory."""
-        for shard in self.all:
+        """Draw this rank's part of the initial weights, straight into its memory. Integers are what a capability makes
+        of weights."""
+        for shard in (each for each in self.all if each.local.is_floating_point()):
             fill_weight(shard.local, shard.name, shard.region, config, key)
         self.publish()
 

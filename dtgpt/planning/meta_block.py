@@ -25,7 +25,7 @@ from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
 from dtgpt.planning.torch_private import EagerDispatchMode
-from dtgpt.posttrain.lora.adapters import attach, local_adapter
+from dtgpt.posttrain.lora.adapters import add_local
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
 
@@ -152,9 +152,10 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
             _exchange(dim, module, _SequenceParts(kind.tp))
     if kind.lora.rank:
         block.requires_grad_(False)
-        for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
-            module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
-            attach(module, local_adapter(module, parameter, config, kind.lora))
+        for parameter in inventory(config).of_block(kind.example):
+            if kind.lora.adapts(parameter) or kind.lora.quantises(parameter):
+                module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
+                add_local(module, parameter, config, kind.lora)
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)

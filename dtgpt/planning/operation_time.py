@@ -92,6 +92,7 @@ class Operations:
         settings, config = self.settings, self.config
         forward, backward, quantised, c, r, biases = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         fp8, trains = settings.products == FP8, not settings.freezes_weights
+        lora, made = settings.section(LoraConfig), 0.0
         for p in inventory(config).of_block(index):
             if p.role not in (*MATRICES, *STACKS):
                 continue
@@ -109,6 +110,8 @@ class Operations:
                 backward += count * self.product(rows, tokens, inner, fp8)
             if settings.freezes_weights:
                 forward, backward = self._adapted(p, count, tokens, rows, inner, forward, backward)
+            if lora.quantises(p):  # each pass makes the matrix anew: its 4 bits are read, its elements written
+                made += (0.5 + self.width) * rows * inner / self.rates.memory + START
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
             is_first = p.role in MLP_COLUMNS
             each = count * share
@@ -120,17 +123,17 @@ class Operations:
         dropped = 2 * self.stream if config.dropout else 0
         if fp8:  # the activation between the matrices of an MLP writes 8 bits itself
             quantised -= QUANTISED * self.tokens * (c + r - attended)
-        bytes_8 = quantised / self.rates.memory
+        half = quantised / self.rates.memory / 2 + made
         return self._again(
             again,
             Passes(
-                Work(forward, core_forward, self.moved(9 * self.stream + gate + rotary, 5), 0, bytes_8 / 2),
+                Work(forward, core_forward, self.moved(9 * self.stream + gate + rotary, 5), 0, half),
                 Work(
                     backward,
                     core_backward,
                     self.moved(8 * self.stream + gate + c + rotary + biases + dropped, 11),
                     0,
-                    bytes_8 / 2,
+                    half,
                 ),
             ),
         )

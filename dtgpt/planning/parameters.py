@@ -25,6 +25,7 @@ from dtgpt.planning.layout import Layout
 from dtgpt.planning.sums import Costs, costs_of, is_pushed
 from dtgpt.posttrain.lora.adapters import layouts_of, names_of
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.posttrain.lora.four_bits import held_bytes
 
 
 class LocalParameter(NamedTuple):
@@ -182,10 +183,10 @@ class Rank:
         if plan.splits_backward:  # casts belong to each pass
             return 0
         computed = [*self.parameters, *self.trained] if settings.freezes_weights and plan.zero else self.trained
-        sizes: Counter[int] = Counter()
+        lora, sizes = settings.section(LoraConfig), Counter[int]()
         for p in computed:
             if p.block is not None:
-                sizes[p.block] += p.by_tp
+                sizes[p.block] += round(held_bytes(p, lora, p.by_tp, width) / width)
         blocks, around = list(sizes.values()), sum(p.by_tp for p in computed if p.block is None)
         if plan.zero == 0:
             return width * (sum(blocks) + around) if width < 4 else 0
@@ -208,8 +209,11 @@ class Rank:
     @property
     def weight_bytes(self) -> int:
         """Bytes of fp32 masters, and of weights that are not trained."""
-        frozen = sum(p.local for p in self.parameters) if self.settings.freezes_weights else 0
-        return 4 * sum(p.local for p in self.trained) + self.settings.dtype.itemsize * frozen
+        trained, width = 4 * sum(p.local for p in self.trained), self.settings.dtype.itemsize
+        if not self.settings.freezes_weights:
+            return trained
+        lora = self.settings.section(LoraConfig)
+        return trained + round(sum(held_bytes(p, lora, p.local, width) for p in self.parameters))
 
     @property
     def optimizer_bytes(self) -> int:

@@ -15,6 +15,8 @@ from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import Collective
+from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.posttrain.lora.four_bits import held_bytes
 
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
@@ -175,9 +177,11 @@ def _of_replicas(here: Rank, apart: int) -> list[Collective]:
     if plan.zero == 0:
         return sums
     gathered = [*parameters, *trained] if settings.freezes_weights else parameters
-    in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
+    lora, width = settings.section(LoraConfig), settings.dtype.itemsize
+    sizes = [(p.block, round(held_bytes(p, lora, p.by_tp, width))) for p in gathered]
+    in_blocks = sum(size for block, size in sizes if block is not None)
     once, again = (passes, passes) if plan.reshards else (1, 0)  # again: blocks, in backward
-    size = settings.dtype.itemsize * (sum(p.by_tp for p in gathered) * once + in_blocks * again)
+    size = sum(size for _, size in sizes) * once + in_blocks * again
     return [Collective("all-gather", "dp", "weights", groups * once + blocks * again, size), *sums]
 
 

@@ -74,7 +74,7 @@ class Trainer:
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
         if settings.freezes_weights:
             for fill in seams.listed("initial_values"):
-                fill(self.shards, settings, weights_key)
+                fill(self.shards, settings, weights_key, draw_weights)
 
         # What runs micro-batches forward and backward through it, and what steps keep for the next one. States may
         # give modules what they compute with, which has to be there before anything runs.

@@ -30,6 +30,7 @@ from dtgpt.parallel.layout import ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.posttrain.lora.four_bits import Drawn, InFourBits, hold
 from dtgpt.util.torch_private import is_dtensor
 
 if TYPE_CHECKING:  # a plan without tensor parallelism has none, and importing it takes half a second
@@ -106,11 +107,12 @@ def spread(b: Tensor, matrices: Tensor, count: int) -> Tensor:
 class Adapter(nn.Module):
     """A and B of one weight, and the product with both."""
 
-    def __init__(self, a: Tensor, b: Tensor, matrices: Tensor, count: int, scale: float):
-        """matrices: as of `spread`, of the rows that this rank has of B."""
+    def __init__(self, a: Tensor, b: Tensor, matrices: Tensor, count: int, scale: float, frozen: Function = F.linear):
+        """matrices: as of `spread`, of the rows that this rank has of B. frozen: makes x W^T + bias of x, what holds W,
+        and the bias, but for a stack."""
         super().__init__()
         self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-        self.matrices, self.count, self.scale = matrices, count, scale
+        self.matrices, self.count, self.scale, self.frozen = matrices, count, scale, frozen
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Function | None = None) -> Tensor:
         """Return x W^T + bias with the adapter's addend, of the local tensors of a linear map; for a stack of maps
@@ -123,16 +125,21 @@ class Adapter(nn.Module):
             return torch.baddbmm(torch.bmm(x, weight.mT), torch.bmm(x, a.mT) * self.scale, b.mT)
         if self.matrices.device != b.device:
             self.matrices = self.matrices.to(b.device)
-        y = F.linear(x, weight, bias)
+        y = self.frozen(x, weight, bias)
         low = F.linear(x, a) * self.scale
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), spread(b, self.matrices, self.count).t()).view(y.shape)
 
 
-def local_adapter(module: nn.Module, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
-    """Return the adapter of this rank's part of a matrix, by which planning measures what a block keeps."""
+def add_local(module: nn.Module, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> None:
+    """Let this rank's part of a matrix compute as in a run, by which planning measures what a block keeps."""
     count, weight = count_packed(parameter, config), module.get_parameter("weight")
+    frozen: Function = F.linear
     a, b = (weight.new_empty(each) for each in _shapes(tuple(weight.shape), count, lora.rank))
-    return Adapter(a, b, torch.zeros(b.shape[-2], dtype=torch.int64, device=a.device), count, lora.scale)
+    if lora.quantises(parameter):
+        frozen = hold(module, tuple(map(range, weight.shape)), tuple(weight.shape))
+    if lora.adapts(parameter):
+        matrices = torch.zeros(b.shape[-2], dtype=torch.int64, device=a.device)
+        attach(module, Adapter(a, b, matrices, count, lora.scale, frozen))
 
 
 def attach(module: nn.Module, adapter: Adapter) -> None:
@@ -151,12 +158,19 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
     part.requires_grad_(False)
     config, lora = part.config, settings.section(LoraConfig)
     dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
-    for parameter in adapted(config, lora):
-        if str(parameter.block) not in part.blocks:
+    for parameter in inventory(config).parameters():
+        changed = lora.adapts(parameter) or lora.quantises(parameter)
+        if str(parameter.block) not in part.blocks or not changed:
             continue
         module = part.get_submodule(parameter.name.removesuffix(".weight"))
         weight = module.get_parameter("weight")
-        layouts = layouts_of(layout_of(weight, settings.plan), parameter, config, lora.rank)
+        frozen: Function = F.linear
+        layout_of_weight = layout_of(weight, settings.plan)
+        if lora.quantises(parameter):
+            frozen = hold(module, layout_of_weight.region(place.rank, without="shard"), parameter.shape)
+        if not lora.adapts(parameter):
+            continue
+        layouts = layouts_of(layout_of_weight, parameter, config, lora.rank)
         factors = []
         for layout in layouts:
             with torch.device("meta"):
@@ -172,15 +186,23 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
         a, b = factors
         rows = layouts[1].region(place.rank, without="shard")[-2]
         matrices = matrix_of_rows(parameter, config)[rows.start : rows.stop].to(device)
-        adapter = Adapter(a, b, matrices, count_packed(parameter, config), lora.scale)
+        adapter = Adapter(a, b, matrices, count_packed(parameter, config), lora.scale, frozen)
         attach(module, adapter)
         bind(adapter, sums_over_tp=tuple(n for n, own in zip("ab", layouts, strict=True) if "tp" in own.sums_over))
 
 
 @torch.no_grad()
-def initialize_adapters(shards: Shards, settings: Settings, key: Tensor) -> None:
+def initialize_adapters(shards: Shards, settings: Settings, key: Tensor, draws_weights: bool) -> None:
     """Fill A with values of the variance of peft's, 1 / (3 in), as a function of (key, name, global index), and B with
-    zeros, so that a run begins with the function of the frozen weights."""
+    zeros, so that a run begins with the function of the frozen weights. draws_weights: whether these are random; those
+    in 4 bits are then drawn here."""
+    lora = settings.section(LoraConfig)
+    if draws_weights and lora.bits and shards.frozen:
+        device = shards.mesh.device
+        drawn = InFourBits(Drawn(settings.model, key, device), lora, device)
+        for shard in shards.frozen:
+            if not shard.local.is_floating_point():
+                shard.local.copy_(drawn.read(shard.name, shard.region))
     for shard in shards:
         if shard.name.endswith(B):
             shard.local.zero_()

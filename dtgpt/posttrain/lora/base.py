@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.execution import Settings
 from dtgpt.models.source import Source
@@ -26,6 +28,13 @@ class AdapterBase(Base):
                 f"{begin}, the base of the adapters, does not exist; name it where it is: --init_from MODEL"
             )
         return begin
+
+    def held(self, settings: Settings, source: Source, device: torch.device) -> Source:
+        from dtgpt.posttrain.lora.config import LoraConfig
+        from dtgpt.posttrain.lora.four_bits import InFourBits
+
+        lora = settings.section(LoraConfig)
+        return InFourBits(source, lora, device) if lora.bits else source
 
     def describe(self, settings: Settings, path: Path, source: Source) -> dict[str, Any]:
         from dtgpt.posttrain.lora.checkpoint import describe_adapter

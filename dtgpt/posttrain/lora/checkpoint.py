@@ -22,11 +22,13 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part, Source
 from dtgpt.parallel.layout import slices
 from dtgpt.posttrain.lora.adapters import adapted, matrix_of_rows, names_of, shapes_of, spread
-from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.posttrain.lora.config import BITS, LoraConfig
+from dtgpt.posttrain.lora.four_bits import adapted_to
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import is_finite
 
 ADAPTER = "adapter"  # key of `state.json`
+VALUES = ("rank", "alpha", "targets", "bits")  # of the options, as `state.json` has them
 MAY_DIFFER = ("seq_length", "dropout", "init_std")  # of a base: fields that change no weight
 
 
@@ -69,11 +71,7 @@ def check_same_adapter(checkpoint: Checkpoint, wanted: Mapping[str, Any] | None)
     if wanted is None:
         return
     facts = _facts(checkpoint)
-    differences = [
-        f"{name} {facts[name]} there, {wanted[name]} here"
-        for name in ("rank", "alpha", "targets")
-        if facts[name] != wanted[name]
-    ]
+    differences = [f"{name} {facts[name]} there, {wanted[name]} here" for name in VALUES if facts[name] != wanted[name]]
     if differences:
         raise UserError(
             f"{checkpoint.folder} has other adapters: {'; '.join(differences)}; give the same --lora values"
@@ -103,7 +101,7 @@ class SavedAdapter:
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.facts = _facts(checkpoint)
-        self.lora = LoraConfig(**{name: self.facts[name] for name in ("rank", "alpha", "targets")})
+        self.lora = LoraConfig(**{name: self.facts[name] for name in VALUES})
         self.weights = {parameter.name: parameter for parameter in adapted(self.config, self.lora)}
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -146,7 +144,7 @@ def merged(base: Source, path: Path, checkpoint: Checkpoint) -> Merged:
     check_shape(checkpoint.folder, checkpoint.config, base.config, path)
     facts = adapter.facts
     check_base(checkpoint.folder, facts["base"], facts["fingerprint"], fingerprint(base), path)
-    return Merged(base, adapter)
+    return Merged(adapted_to(base, adapter.lora), adapter)
 
 
 def check_shape(adapter: Path, saved: ModelConfig, config: ModelConfig, path: Path) -> None:
@@ -162,8 +160,10 @@ def check_shape(adapter: Path, saved: ModelConfig, config: ModelConfig, path: Pa
 def _facts(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return what `state.json` says of the adapters. Raise Damaged where it does not say enough."""
     facts = checkpoint.state[ADAPTER]
-    kinds = {"base": str, "fingerprint": str, "rank": int, "alpha": float, "targets": str}
+    if isinstance(facts, dict):
+        facts = {"bits": 0} | facts  # which older versions did not have
+    kinds = {"base": str, "fingerprint": str, "rank": int, "alpha": float, "targets": str, "bits": int}
     said = isinstance(facts, dict) and all(type(facts.get(name)) is kind for name, kind in kinds.items())
-    if not said or facts["rank"] < 1 or not is_finite(facts["alpha"]):
+    if not said or facts["rank"] < 1 or facts["bits"] not in BITS or not is_finite(facts["alpha"]):
         raise Damaged(checkpoint.folder, f"its {shown_name(ADAPTER)} does not name a base, a rank, alpha and targets")
     return facts

@@ -1,11 +1,12 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter
-from dtgpt.models.roles import MLP_COLUMNS, ROWS, Role
+from dtgpt.models.roles import MATRICES, MLP_COLUMNS, ROWS, Role
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
@@ -15,18 +16,29 @@ TARGETS = {
     "row": {*ROWS},
 }
 NAMES = "|".join(TARGETS)
+BITS = (0, 4)
 NO_RANK = "lora.rank={lora.rank} is not the rank of an adapter; use 1 to {model.hidden_size}, or 0 to train the weights"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
     """Adapters of rank `rank` for the matrices of blocks: y = x W^T + (alpha / rank) (x A^T) B^T. W stays as it is, in
-    the type that the run computes in; A and B are trained."""
+    the type that the run computes in, or in 4 `bits`; A and B are trained."""
 
     fixed: ClassVar[bool] = True  # the weights of a checkpoint are of this rank and these targets
     recipe_rules: ClassVar[Rules] = (
         Rule(NO_RANK, Is("lora.rank", "<", 0)),
         Rule(NO_RANK, Is("lora.rank", ">", Other("model.hidden_size"))),
+        Rule(
+            "lora.bits={lora.bits} is not known; use --lora.bits 4, or 0 for the precision of the run",
+            Is("lora.bits", "not in", BITS),
+        ),
+        Rule(
+            "lora.bits={lora.bits} holds weights that are not trained, and lora.rank=0 trains them; give --lora.rank, "
+            "such as 16, to train adapters beside them, or --lora.bits 0",
+            Given("lora.bits"),
+            Missing("lora.rank"),
+        ),
         Rule(
             "{field}={value} has no effect with lora.rank=0; give --lora.rank, such as 16, or --{field} {default}, its "
             "default",
@@ -76,6 +88,11 @@ class LoraConfig(Section):
         "of each expert), row (outputs of attention, MLP and experts)",
         Pattern(f"({NAMES})(,({NAMES}))*", f"is not known; use some of {','.join(TARGETS)}"),
     ] = ",".join(TARGETS)
+    bits: Annotated[
+        int,
+        "bits of the matrices of blocks, which are not trained: 4 (NF4 with quantised scales: QLoRA); 0: those of the "
+        "precision",
+    ] = 0
 
     @property
     def roles(self) -> set[Role]:
@@ -88,6 +105,24 @@ class LoraConfig(Section):
     def adapts(self, parameter: Parameter) -> bool:
         """Return whether a parameter of the model has an adapter."""
         return parameter.block is not None and parameter.name.endswith(".weight") and parameter.role in self.roles
+
+    def quantises(self, parameter: Any) -> bool:
+        """Return whether a parameter of the model, of an inventory or of planning, is held in few bits."""
+        matrix = parameter.block is not None and parameter.name.endswith(".weight") and parameter.role in MATRICES
+        return self.bits > 0 and matrix
+
+    def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
+        self._check_matrices(recipe.model)
+
+    def check_settings(self, settings: Any) -> None:
+        self._check_matrices(settings.model, settings.plan.tp)
+
+    def _check_matrices(self, model: ModelConfig, tp: int = 1) -> None:
+        if self.bits:
+            from dtgpt.posttrain.lora.four_bits import check_matrices  # which other runs do without
+
+            check_matrices(model, self, tp)
 
     @property
     def freezes_weights(self) -> bool:

@@ -4,9 +4,11 @@ leaves out of its checkpoints."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_model, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
@@ -130,6 +132,10 @@ class Base(ABC):
         """Return where the weights are with which a run goes on, at `init_from` if they have moved. Raise UserError
         where they are gone, or the checkpoint leaves none out."""
 
+    def held(self, settings: Settings, source: Source, device: torch.device) -> Source:
+        """Return the weights of `source` in the form in which a run has them on this device."""
+        return source
+
     @abstractmethod
     def describe(self, settings: Settings, path: Path, source: Source) -> dict[str, Any]:
         """Return the entry of a run that has begun with the weights of `source` at `path`."""
@@ -175,8 +181,10 @@ def load_initial_weights(path: Path, trainer: "Trainer") -> None:
     for note in source.notes:
         say(note, warning=True)
     frozen = trainer.shards.frozen
-    load_weights(source, frozen or trainer.shards)
-    for base in bases() if frozen is not None else []:
+    own = bases() if frozen is not None else []
+    held_form = reduce(lambda found, base: base.held(trainer.settings, found, trainer.mesh.device), own, source)
+    load_weights(held_form, frozen or trainer.shards)
+    for base in own:
         describe = partial(base.describe, trainer.settings, path, source)
         trainer.states.append(Frozen(base.entry, trainer.mesh.on_rank_0(describe)))
 
