@@ -7,6 +7,7 @@ long documents are cut into windows, and where a generated text ends.
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -18,12 +19,16 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.library_tokenizers.export import first_token
 from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
 from dtgpt.inference.request import PromptJob
+from dtgpt.posttrain.chats.messages import ARGUMENTS, arguments_of_words, read_messages
+from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.chats.template import NONE
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
 
@@ -37,9 +42,11 @@ class HarnessModel(TemplateLM):
 
     opened: ClassVar[list[SharedModel]] = []  # those that the harness has made, which must be ended
 
-    def __init__(self, shared: SharedModel, tokens: int | None = None):
-        """tokens: of a batch that is scored, padding included; None: as many as keep the device busy."""
+    def __init__(self, shared: SharedModel, tokens: int | None = None, arguments: Mapping[str, Any] = NONE):
+        """tokens: of a batch that is scored, padding included; None: as many as keep the device busy. arguments:
+        variables of the chat template beside the messages."""
         super().__init__()
+        self._arguments = arguments
         self.shared, self.tokens_per_batch, model = shared, tokens, shared.model
         self.texts, self.positions = model.tokenizer, model.config.seq_length
         if not self.texts.spells:
@@ -56,10 +63,12 @@ class HarnessModel(TemplateLM):
     ) -> "HarnessModel":
         more = additional_config or {}
         # --trust_remote_code is for data sets: a model of dtgpt executes nothing.
-        shared = open_shared(**{name: value for name, value in arg_dict.items() if name != "trust_remote_code"})
+        given = {name: value for name, value in arg_dict.items() if name != "trust_remote_code"}
+        arguments = arguments_of_words(given.pop(ARGUMENTS, ""))
+        shared = open_shared(**given)
         cls.opened.append(shared)
         positions = shared.model.config.seq_length
-        return cls(shared, tokens_of_batch(more.get("batch_size"), more.get("max_batch_size"), positions))
+        return cls(shared, tokens_of_batch(more.get("batch_size"), more.get("max_batch_size"), positions), arguments)
 
     @property
     def eot_token_id(self) -> int | None:
@@ -87,12 +96,24 @@ class HarnessModel(TemplateLM):
         }
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        if chat_template:
-            raise UserError(
-                "dtgpt lm-eval has no chat template; leave --apply_chat_template out, or evaluate dtgpt serve MODEL "
-                "with lm_eval --model local-chat-completions"
-            )
-        return ""
+        """Return the source of the tokenizer's template, whose digest is in results. Raise UserError where there is
+        none, and for the name of another one."""
+        if not chat_template:
+            return ""
+        if isinstance(chat_template, str):
+            raise UserError(f"there is no chat template {shown_name(chat_template)}; give --apply_chat_template alone")
+        _ = self._chats  # which says whether there is one
+        template = template_of(self.texts)
+        return "" if template is None else template.source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a chat that an answer follows; without `add_generation_prompt`, one whose last message is
+        an answer that is begun. Raise UserError."""
+        return self._chats.render(read_messages(chat_history), self._arguments, begun=not add_generation_prompt)
+
+    @cached_property
+    def _chats(self) -> ChatPrompts:
+        return ChatPrompts(self.texts, self.shared.model.config, self.shared.model.special.ends)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
         """Return the ids of a text as a prompt. A tokenizer that opens texts with a token does so unless

@@ -9,6 +9,7 @@ from dtgpt.commands.command import Command, wants_help
 from dtgpt.commands.model_options import OpenOptions
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.evaluation.shared_model import open_shared
+from dtgpt.posttrain.chats.messages import ARGUMENTS, arguments_of_words
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
@@ -39,6 +40,9 @@ class LmEvalOptions(OpenOptions):
         f"texts that are generated at the same time; none: as many as needed, up to {MOST_SLOTS}",
         Bounds(1, MOST_SLOTS),
     ] = None
+    chat_template_kwargs: Annotated[
+        str, "variables of the template of --apply_chat_template as JSON, such as '{\"enable_thinking\": false}'"
+    ] = ""
 
 
 OWN = frozenset(field.name for field in fields(LmEvalOptions))
@@ -85,7 +89,9 @@ def evaluate(path: Path, options: LmEvalOptions, words: list[str]) -> int:
         raise UserError("dtgpt lm-eval needs the package lm_eval; run pip install 'dtgpt[eval]'")
     usual = asdict(LmEvalOptions())
     given = {"model": str(path), **{name: value for name, value in asdict(options).items() if value != usual[name]}}
+    arguments_of_words(options.chat_template_kwargs)  # a wrong one ends all ranks
     if Process.from_environment().rank:
+        given.pop(ARGUMENTS, None)  # rank 0 alone renders
         open_shared(**given).follow()
         return 0
     from dtgpt.evaluation.harness import run_harness

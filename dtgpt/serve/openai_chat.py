@@ -25,7 +25,8 @@ UNSUPPORTED = {  # keys, and what changes nothing there
     "response_format": {"type": "text"},
 }
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
-OWN = {"messages", ARGUMENTS, *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS, *UNSUPPORTED}
+BEGUN, PROMPTED = "continue_final_message", "add_generation_prompt"  # vLLM's
+OWN = {"messages", ARGUMENTS, BEGUN, PROMPTED, *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS, *UNSUPPORTED}
 
 
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
@@ -39,13 +40,13 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
             )
             raise HttpProblem(400, f"{name}{why}; leave it out", name)
     length, tokens = _length(body)
-    likeliest = _logprobs(body)
+    likeliest, begun = _logprobs(body), _begun(body)
     about = ARGUMENTS
     try:
         arguments = read_arguments(body.get(ARGUMENTS))
         about = "messages"
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")), arguments, client_has_left)
+        ids = rendered.encode(read_messages(body.get("messages")), arguments, client_has_left, begun)
     except UserError as error:
         raise bad_request(error, about) from None
     room = max(1, service.config.seq_length - len(ids))
@@ -69,6 +70,18 @@ def _length(body: dict[str, Any]) -> tuple[str, Any]:
     if value == 0:
         raise HttpProblem(400, f"{name}={shown(value)} generates nothing; use 1 or more", name)
     return name, value
+
+
+def _begun(body: dict[str, Any]) -> bool:
+    """Return whether the last message is an answer that goes on."""
+    begun, prompted = (
+        read_kind(name, default if body.get(name) is None else body[name], SWITCH)
+        for name, default in ((BEGUN, False), (PROMPTED, not body.get(BEGUN)))
+    )
+    if begun == prompted:
+        remedy = f"{PROMPTED} begins a new answer, {BEGUN} goes on with the last message; give one of them as true"
+        raise HttpProblem(400, remedy, PROMPTED)
+    return begun
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:

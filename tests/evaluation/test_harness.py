@@ -126,6 +126,39 @@ def test_texts_end_at_the_ids_of_the_folder_and_at_the_tokenizers_end(folder, tm
     assert len(found[0][0]) > len(found[1][0]) > len(found[2][0])
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '> ' + m.content | trim + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' + word | default(' ') }}{% endif %}"
+)
+
+
+def test_chats_are_those_of_the_hf_back_end(folder, tmp_path):
+    """Tasks in the tokenizer's template, with a variable of it; and an answer that the task begins."""
+    pytest.importorskip("accelerate")
+    copy = shutil.copytree(folder / "model", tmp_path / "model")
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    options = {"apply_chat_template": True, "system_instruction": "the river", "limit": 2}
+    hf = {"pretrained": str(copy), "dtype": "float32", "chat_template_args": {"word": " so"}}
+    own = {"model": str(copy), "device": "cpu", "chat_template_kwargs": '{"word": " so"}'}
+    theirs, ours = evaluate(folder, "hf", hf, device="cpu", **options), evaluate(folder, "dtgpt", own, **options)
+    assert_equal(answers(ours), answers(theirs))
+    asked = [sample["arguments"] for sample in ours["samples"][TASKS[3]]]
+    assert asked == [sample["arguments"] for sample in theirs["samples"][TASKS[3]]] and "<assistant> so" in str(asked)
+
+    from dtgpt.evaluation.harness import HarnessModel
+
+    model = HarnessModel.create_from_arg_obj(own)
+    assert model.chat_template(True) == TEMPLATE
+    chat = [{"role": "user", "content": "a river"}, {"role": "assistant", "content": "an "}]
+    assert model.apply_chat_template(chat, add_generation_prompt=False).endswith("<assistant> an")
+    with pytest.raises(UserError, match="there is no chat template tools; give --apply_chat_template alone"):
+        model.chat_template("tools")
+    for wrong in ("{", "[1]"):
+        with pytest.raises(UserError, match=r"--?chat_template_kwargs|chat_template_kwargs=\[1\] is not an object"):
+            HarnessModel.create_from_arg_obj({**own, "chat_template_kwargs": wrong})
+
+
 def test_every_metric_is_that_of_the_hf_back_end(ours, theirs):
     for task in TASKS:
         mine, other = ours["results"][task], theirs["results"][task]
@@ -162,7 +195,7 @@ def test_requests_of_ids_are_judged_alike(folder):
     assert (own.eot_token_id, own.prefix_token_id) == (hf.eot_token_id, hf.prefix_token_id)
     with pytest.raises(UserError, match="65 tokens is longer than the model's 64 positions"):
         own._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
-    with pytest.raises(UserError, match=r"no chat template; leave .* or evaluate dtgpt serve MODEL"):
+    with pytest.raises(UserError, match=r"the tokenizer .* has no chat template"):
         own.chat_template(True)
     assert own._loglikelihood_tokens([], disable_tqdm=True) == [] and own.generate_until([]) == []
 

@@ -14,14 +14,14 @@ from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.posttrain.chats.command import RESET, Chat, talk
-from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.chats.prompts import MARK, ChatPrompts
 from dtgpt.serve.openai_chat import _token
 from dtgpt.serve.openai_logprobs import TokenNames
 from dtgpt.serve.problems import bad_request
 from dtgpt.serve.worker import EngineFailed
 from dtgpt.util.errors import UserError
 from tests.inference.test_text import spelled_by
-from tests.support.chats import write_tokenizer
+from tests.support.chats import FAMILIES, write_tokenizer
 from tests.support.server import generator_of, live_server, served, tiny_model
 from tests.support.vocabularies import KINDS, of_every_kind
 from tests.support.vocabularies import tokenizer_json as vocabulary_file
@@ -69,6 +69,37 @@ def test_an_answer_has_the_form_of_openais_and_the_text_of_the_rendered_prompt(c
     assert create(client, n=2, max_completion_tokens=None, max_tokens=12).choices == answer.choices
     (stop,) = create(client, stop=same.choices[0].text[2:4]).choices
     assert stop.message.content == same.choices[0].text[:2] and stop.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_is_begun_has_the_prompt_of_transformers(tmp_path, model, family):
+    twin = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, family))
+    prompts = ChatPrompts(open_tokenizer(str(tmp_path)), model.config)
+    for content in ("Well, ", f"  two\nlines {MARK}", "<think>so</think> yes"):
+        messages = [MESSAGES[1], {"role": "assistant", "content": content}]
+        wanted = twin.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        assert prompts.render(messages, begun=True) == wanted and content.strip() in wanted
+    for wrong in (MESSAGES, [MESSAGES[1], {"role": "assistant", "content": " "}]):
+        with pytest.raises(UserError, match="the last message is no answer that is begun; add one"):
+            prompts.render(wrong, begun=True)
+    prompts.close()
+
+
+def test_an_answer_goes_on_with_the_last_message(client):
+    whole = create(client).choices[0].message.content
+    begun = [*MESSAGES, {"role": "assistant", "content": whole[:4]}]
+    found = create(client, messages=begun, extra_body={"continue_final_message": True}, temperature=0)
+    ids = client.post("/../tokenize", body={"prompt": whole[:4], "add_special_tokens": False}, cast_to=object)
+    assert found.usage.prompt_tokens == create(client).usage.prompt_tokens + len(ids["tokens"])
+    assert (
+        found.choices
+        == create(
+            client,
+            messages=begun,
+            extra_body={"continue_final_message": True, "add_generation_prompt": False},
+            temperature=0,
+        ).choices
+    )
 
 
 @pytest.mark.parametrize("name, spelled", [
@@ -149,6 +180,9 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
     ({"response_format": {"type": "json_object"}}, "not supported"),
     ({"max_completion_tokens": 0}, "max_completion_tokens=0 generates nothing; use 1 or more$"),
     ({"max_tokens": 11}, "max_completion_tokens=12 and max_tokens=11 differ; leave one out"),
+    ({"extra_body": {"continue_final_message": True}}, "the last message is no answer that is begun"),
+    ({"extra_body": {"continue_final_message": True, "add_generation_prompt": True}}, "give one of them as true"),
+    ({"extra_body": {"add_generation_prompt": False}}, "give one of them as true"),
     ({"max_completion_tokens": 1000}, "maximum context length"), ({"temperature": -1}, "temperature"),
     ({"max_completion_tokens": -3}, "^Error code: 400 - max_completion_tokens=-3 is"),
 ])  # fmt: skip

@@ -1,9 +1,9 @@
 """`dtgpt chat`: talk to a model in the terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.commands.command import Command
@@ -15,8 +15,9 @@ from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompt_sources.terminal import Keyboard
 from dtgpt.inference.request import NotFinite, PromptJob
+from dtgpt.posttrain.chats.messages import arguments_of_words
 from dtgpt.posttrain.chats.prompts import ChatPrompts
-from dtgpt.posttrain.chats.template import Message
+from dtgpt.posttrain.chats.template import NONE, Message
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -42,6 +43,9 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     }
 
     system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""
+    chat_template_kwargs: Annotated[
+        str, "variables of the chat template as JSON, such as '{\"enable_thinking\": false}'; empty: none"
+    ] = ""
     max_new_tokens: Annotated[
         int | None, "largest number of tokens of an answer; none: what the positions leave", Bounds(1)
     ] = None
@@ -50,8 +54,15 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
 class Chat:
     """A chat that is going on. Its `messages` are those that were answered."""
 
-    def __init__(self, prompts: ChatPrompts, make: Callable[[list[int]], PromptJob], system: str):
-        self._prompts, self._make = prompts, make
+    def __init__(
+        self,
+        prompts: ChatPrompts,
+        make: Callable[[list[int]], PromptJob],
+        system: str,
+        arguments: Mapping[str, Any] = NONE,
+    ):
+        """arguments: variables of the template beside the messages."""
+        self._prompts, self._make, self._arguments = prompts, make, arguments
         self._first = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._first)
 
@@ -63,7 +74,7 @@ class Chat:
         """Write the answer to a text as it is generated; an answer that `stopped` ends stays in the chat as it is.
         Raises UserError where the chat cannot be answered."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        job, pieces = self._make(self._prompts.encode(messages)), list[str]()
+        job, pieces = self._make(self._prompts.encode(messages, self._arguments)), list[str]()
         try:
             for update in engine.stream(job, stopped):
                 pieces.append(update.text)
@@ -79,7 +90,7 @@ def chat(path: Path, options: ChatOptions) -> None:
         raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
     if options.split_special_tokens:
         raise UserError("a chat is rendered with special tokens; leave --split-special-tokens out")
-    base = sampling_of(options)
+    base, arguments = sampling_of(options), arguments_of_words(options.chat_template_kwargs)
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     if template_of(tokenizer) is None and options.adapter is not None:
         trained = tokenizer_beside(Path(options.adapter))
@@ -105,7 +116,7 @@ def chat(path: Path, options: ChatOptions) -> None:
 
     def work(engine: Engine, _: None) -> None:
         model.describe()
-        talk(engine, Chat(prompts, make, options.system))
+        talk(engine, Chat(prompts, make, options.system, arguments))
 
     prompts = ChatPrompts(tokenizer, config, model.special.ends)
     try:

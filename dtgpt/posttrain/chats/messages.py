@@ -9,6 +9,7 @@ A template gets messages with all that they have: what an answer thinks, names a
 is absent, as where a table has a column for it.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -134,6 +135,15 @@ def read_arguments(given: Any) -> dict[str, Any]:
     if wrong := next((name for name in found if name in RESERVED), None):
         raise ChatError(f"{ARGUMENTS} has {wrong}, which is no variable of a template of its own; leave it out")
     return found
+
+
+def arguments_of_words(text: str) -> dict[str, Any]:
+    """Return `chat_template_kwargs` given on a command line, as JSON; none of an empty text. Raises ChatError."""
+    try:
+        return read_arguments(json.loads(text) if text else None)
+    except ValueError:
+        example = """'{"enable_thinking": false}'"""
+        raise ChatError(f"--{ARGUMENTS} {shown(text)} is not JSON; give an object, such as {example}") from None
 
 
 def with_system(fields: dict[str, Any], messages: Any) -> Any:

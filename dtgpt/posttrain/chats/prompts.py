@@ -13,6 +13,8 @@ from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
 from dtgpt.util.errors import UserError
 
+MARK = "dtgptgoeson"  # behind an answer that is begun, in no rendered prompt
+
 
 class ChatPrompts:
     """Prompts of chats. `stops`: texts with which an answer ends besides the model's `ends`. Any thread may use it.
@@ -24,20 +26,53 @@ class ChatPrompts:
         self.stops = self._stops(ends)
 
     def encode(
-        self, messages: list[Message], arguments: Mapping[str, Any] = NONE, left: Callable[[], bool] = nobody_leaves
+        self,
+        messages: list[Message],
+        arguments: Mapping[str, Any] = NONE,
+        left: Callable[[], bool] = nobody_leaves,
+        begun: bool = False,
     ) -> list[int]:
-        """Return the ids of a chat that an answer follows. arguments: variables of the template beside the messages.
-        `left`: whether nobody waits for the ids any more. Raises UserError."""
+        """Return the ids of a chat that an answer follows; with `begun`, its last message is an answer that goes on.
+        arguments: variables of the template beside the messages. `left`: whether nobody waits for the ids any more.
+        Raises UserError."""
         kept = (message["content"].strip() for message in messages if message["role"] != "assistant")
         check_length("\n".join(kept), self._tokenizer, self._config)
-        text = self._renderer.render(messages, add_generation_prompt=True, arguments=arguments, left=left).text
+        text = self.render(messages, arguments, left, begun)
         check_length(text, self._tokenizer, self._config)
         if left():
             raise UserError("nobody waits for the chat any more; ask again")
-        check_kept(messages, text)
         ids = encode_spans(self._tokenizer, text, [])[0]
         check_prompt(ids, self._config.vocab_size)
         return ids
+
+    def render(
+        self,
+        messages: list[Message],
+        arguments: Mapping[str, Any] = NONE,
+        left: Callable[[], bool] = nobody_leaves,
+        begun: bool = False,
+    ) -> str:
+        """Return the text of a chat of any length, as `encode` encodes it. Raises UserError."""
+        if not begun:
+            text = self._renderer.render(messages, add_generation_prompt=True, arguments=arguments, left=left).text
+        else:
+            text = self._render_begun(messages, arguments, left)
+        check_kept(messages, text)
+        return text
+
+    def _render_begun(self, messages: list[Message], arguments: Mapping[str, Any], left: Callable[[], bool]) -> str:
+        """Return a chat up to the end of its last message, without what the template has behind it, which a mark finds.
+        The mark ends with a blank: a template that strips it strips the blanks of the message, too."""
+        if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+            raise ChatError("the last message is no answer that is begun; add one with the role assistant and a text")
+        mark = MARK
+        while any(mark in message["content"] for message in messages):
+            mark += MARK
+        marked = [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}{mark} "}]
+        before, found, after = self._renderer.render(marked, arguments=arguments, left=left).text.rpartition(mark)
+        if not found:
+            raise ChatError("the chat template leaves out the answer that is begun; leave it out, or use another one")
+        return before if after.startswith(" ") else before.rstrip()
 
     def close(self) -> None:
         """End the template's process."""
