@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dtgpt.inference.base_options import MOST_ALTERNATIVES
@@ -12,6 +13,7 @@ from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
+from dtgpt.serve.thoughts import BEGIN, Thoughts, ends_within
 from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids", "split_special_tokens")
@@ -46,18 +48,24 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         arguments = read_arguments(body.get(ARGUMENTS))
         about = "messages"
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")), arguments, client_has_left, begun)
+        messages = read_messages(body.get("messages"))
+        ids = rendered.encode(messages, arguments, client_has_left, begun)
     except UserError as error:
         raise bad_request(error, about) from None
     room = max(1, service.config.seq_length - len(ids))
     asked = {name: value for name, value in body.items() if name not in OWN}
     asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}
     try:
-        return read_request(asked, service.model, service.model_id, service.limits, likeliest, rendered.stops)
+        found = read_request(asked, service.model, service.model_id, service.limits, likeliest, rendered.stops)
     except HttpProblem as problem:
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
         raise
+    if not rendered.thinks:
+        return found
+    # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
+    inside = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(messages[-1]["content"]))
+    return replace(found, in_thought=inside)
 
 
 def _length(body: dict[str, Any]) -> tuple[str, Any]:
@@ -103,18 +111,27 @@ class ChatAnswer(CompletionAnswer):
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._head |= {"id": self.id, "object": "chat.completion.chunk" if self.asked.stream else "chat.completion"}
         self._begun: set[int] = set()
+        self._thoughts: dict[int, Thoughts] = {}
 
     def form(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return an entry of `choices` in the form of chats. Of a stream, the first of each choice has the role."""
         rest = {name: value for name, value in choice.items() if name != "text"}
         rest["logprobs"] = self._content(choice["logprobs"])
-        said = {"role": "assistant", "content": choice["text"]}
+        said = {"role": "assistant", **self._said(choice)}
         if not self.asked.stream:
             return rest | {"message": {**said, "refusal": None}}
         if choice["index"] in self._begun:
             del said["role"]
         self._begun.add(choice["index"])
         return rest | {"delta": said}
+
+    def _said(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return what a choice says, and apart from it what it thinks."""
+        if self.asked.in_thought is None:
+            return {"content": choice["text"]}
+        thoughts = self._thoughts.setdefault(choice["index"], Thoughts(self.asked.in_thought))
+        thought, content = thoughts.take(choice["text"], choice["finish_reason"] is not None)
+        return {"content": content, "reasoning_content": thought} if thought else {"content": content}
 
     def _content(self, lists: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return log-probabilities in the form of chats, from the lists of completions."""

@@ -44,6 +44,7 @@ class CompletionRequest:
     stream: bool
     include_usage: bool  # at the end of a stream
     return_token_ids: bool
+    in_thought: bool | None = None  # whether the prompt of a chat ends within one; None: answers have no thoughts
 
     @property
     def prompt_tokens(self) -> int:

@@ -102,6 +102,24 @@ def test_an_answer_goes_on_with_the_last_message(client):
     )
 
 
+def test_thoughts_are_apart_from_answers(model, tmp_path):
+    """Where the template has thoughts: the answer that is begun is one whose end never comes."""
+    begun = [MESSAGES[1], {"role": "assistant", "content": "<think>so"}]
+    more = {"extra_body": {"continue_final_message": True}}
+    with (
+        served(model, open_tokenizer(str(write_tokenizer(tmp_path, "qwen3"))), slots=4) as service,
+        live_server(service) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        message = create(client, messages=begun, **more).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in create(client, messages=begun, stream=True, **more)]
+        plain = create(client, messages=[{"role": "user", "content": "what is <think>"}]).choices[0].message
+    assert message.content == "" and message.reasoning_content.strip()
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == message.reasoning_content
+    assert not any(delta.content for delta in deltas)
+    assert plain.content and not hasattr(plain, "reasoning_content")
+
+
 @pytest.mark.parametrize("name, spelled", [
     ("bytes:\\xe2\\x80", b"\xe2\x80"), ("bytes:", b"bytes:"), ("bytes:0", b"bytes:0"), ("token_id:5", None),
     ("token_id:", b"token_id:"), ("é", "é".encode()),

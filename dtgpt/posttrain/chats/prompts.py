@@ -24,6 +24,7 @@ class ChatPrompts:
         self._tokenizer, self._config = tokenizer, config
         self._renderer = renderer_of(tokenizer)
         self.stops = self._stops(ends)
+        self.thinks = "</think>" in self._renderer.template.source  # whether answers have thoughts before them
 
     def encode(
         self,
