@@ -22,6 +22,15 @@ PLAIN |= {
     "thinks": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
 }
+# In the manner of Qwen3: the thoughts of answers before the last question are left out.
+PLAIN["strips"] = """{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}
+{%- if m.role != 'assistant' %}{%- set said = m.content %}
+{%- elif loop.index0 > ns.last %}{%- set said = '<think>\n' + thought + '\n</think>\n\n' + said %}{%- endif %}
+{{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 NUMBERED = "{% for m in messages %}{{ loop.index }} {{ m.content }}\n{% endfor %}"
 SPECIAL = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>")
 
@@ -50,6 +59,23 @@ def test_answers_are_where_rendering_each_of_them_finds_them(family, monkeypatch
         monkeypatch.setattr(places, "FEW", 0)
         assert find_answers(messages, answers, renderer.render_each, SPECIAL) == expected
         assert find_answers(messages, answers[1::2], renderer.render_each, SPECIAL)[1] == expected[1][1::2]
+    renderer.close()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 9])
+def test_thoughts_that_are_left_out_are_not_trained_and_the_last_one_is(turns):
+    renderer = Renderer(ChatTemplate(PLAIN["strips"], {}))
+    messages = []
+    for number in range(turns):
+        thought = f"<think>\nwhy {number}\n</think>\n\n"
+        messages += [
+            {"role": "user", "content": f"{number}?"},
+            {"role": "assistant", "content": f"{thought}so {number}"},
+        ]
+    whole, spans = find_answers(messages, list(range(1, 2 * turns, 2)), renderer.render_each, SPECIAL)
+    wanted = [f"so {number}<|im_end|>" for number in range(turns)]
+    wanted[-1] = thought + wanted[-1]
+    assert [whole[begin:end] for begin, end in spans] == wanted
     renderer.close()
 
 

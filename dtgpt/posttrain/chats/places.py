@@ -66,7 +66,7 @@ def _find_contents(text: str, messages: list[Message], render: Render) -> dict[i
     places, begin = dict[int, Place](), len(added[0])
     for number, message in enumerate(messages[:last]):
         content = message["content"]
-        for form in (content, content.strip(), content.lstrip(), content.rstrip()):
+        for form in (content, content.strip(), content.lstrip(), content.rstrip(), _said(content)):
             end = begin + len(form)
             if text.startswith(form, begin) and text.startswith(added[number + 1], end):
                 break
@@ -76,6 +76,11 @@ def _find_contents(text: str, messages: list[Message], render: Render) -> dict[i
         places[number] = Place(begin, end, (added[number], added[number + 1], *roles))
         begin = end + len(added[number + 1])
     return places if begin == len(text) else {}
+
+
+def _said(content: str) -> str:
+    """Return the text of an answer behind its thought, which templates leave out of earlier answers."""
+    return content.rpartition("</think>")[2].strip()
 
 
 def _find_by_kind(
@@ -129,10 +134,11 @@ def _answer(text: str, before: str, answered: str, content: str, number: int) ->
         if text.startswith(answered) and len(answered) > begin:
             return begin, len(answered)
         # The last answer of a chat may look otherwise, as with a thought before it: its end is that of its content.
-        closing = answered[answered.rfind(content) + len(content) :]
-        found = text.find(content, begin)
-        if found >= 0 and content in answered and text.startswith(closing, found + len(content)):
-            return begin, found + len(content) + len(closing)
+        for form in dict.fromkeys((content, _said(content))):
+            closing = answered[answered.rfind(form) + len(form) :]
+            found = text.find(form, begin)
+            if form and found >= 0 and form in answered and text.startswith(closing, found + len(form)):
+                return begin, found + len(form) + len(closing)
     raise ChatError(
         f"the chat template changes message {number} when others follow, so that it is not known which tokens are the "
         "answer's; use a template with generation blocks, or --chat-loss all"
