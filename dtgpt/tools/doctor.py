@@ -26,6 +26,8 @@ EXTRAS = {
     "tokenizers": "data",
     "sentencepiece": "data",
     "zstandard": "data",
+    "fastokens": "fast",
+    "orjson": "fast",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "lm_eval": "eval",

@@ -234,6 +234,67 @@ def test_an_instruction_apart_from_the_messages_is_the_first(form):
     assert read_chat(form).messages == [*instruction, QUESTION, ANSWER]
 
 
+@pytest.mark.parametrize("row, asked, answers", [
+    ({"instruction": "Add", "input": "1 2", "output": "3"}, ["Add\n1 2"], ["3"]),
+    ({"instruction": "Add", "input": "", "output": "3"}, ["Add"], ["3"]),
+    ({"instruction": "", "input": "1 2", "output": "3"}, ["1 2"], ["3"]),
+    ({"instruction": "more", "output": "4", "history": [["Add", "3"]]}, ["Add", "more"], ["3", "4"]),
+])  # fmt: skip
+def test_an_instruction_and_its_input_are_one_message(row, asked, answers):
+    chat = read_chat(row | {"system": "Be brief"})
+    assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * len(asked)]
+    contents = [message["content"] for message in chat.messages[1:]]
+    assert (contents[::2], contents[1::2]) == (asked, answers)
+    assert {*row, "system"} <= chat.used
+
+
+@pytest.mark.parametrize("row, reason", [
+    ({"instruction": 0, "output": "a"}, r"input are \[0\], which are not texts"),
+    ({"instruction": "a", "input": {}, "output": "a"}, "which are not texts"),
+    ({"instruction": "a", "output": " "}, "is an empty answer"),
+    ({"instruction": "a", "output": 1}, "has the content 1; give it a text"),
+    ({"instruction": "a", "output": "b", "history": [["c"]]}, "is not a list of pairs of texts"),
+    ({"instruction": "a"}, "instruction and output .Alpaca., or name others by --chat-keys"),
+])  # fmt: skip
+def test_an_instruction_that_is_none_is_told(row, reason):
+    with pytest.raises(ChatError, match=reason):
+        read_chat(row)
+
+
+def test_keys_and_roles_of_other_names_give_the_same_chat(folder, tmp_path):
+    turns = [{"who": "customer", "said": "Hello"}, {"who": "agent", "said": " world", "weight": 1}]
+    keys = ("messages=dialog", "role=who", "content=said", "user=customer", "assistant=agent", "output=reply")
+    rows = [
+        {"dialog": turns, "messages": "of something else"},
+        {"messages": [QUESTION, ANSWER]},
+        {"instruction": "Hello", "reply": " world", "output": "hidden"},
+        {"conversations": [{"from": "customer", "value": "Hello"}, {"from": "agent", "value": " world"}]},
+    ]
+    path = write_chats(tmp_path / "chats.jsonl", rows)
+    given = {"input": path, "tokenizer": str(folder), "output_prefix": tmp_path / "x", "workers": 2}
+    summary = prepare(PrepareConfig(**given, chat=True, chat_keys=keys))
+    assert (summary.documents, summary.broken, summary.unused) == (4, 0, set())
+    dataset = IndexedDataset(tmp_path / "x_chat_document")
+    assert len({dataset.window(i).tobytes() for i in range(4)}) == 1
+    pair = {"q": "Hello", "chosen": [turns[1]], "rejected": [{"who": "agent", "said": "no"}]}
+    given["input"] = write_chats(tmp_path / "pairs.jsonl", [pair])
+    summary = prepare(PrepareConfig(**given, preferences=True, chat_keys=("prompt=q", *keys[1:5])))
+    assert (summary.documents, summary.sequences, summary.broken) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("keys, reason", [
+    (("dialog",), "'dialog' is not NAME=KEY"), (("speaker=x",), "'speaker=x' is not NAME=KEY with the name"),
+    (("role=",), "is not NAME=KEY"), (("role=a", "role=b"), "gives role or 'b' twice"),
+    (("role=a", "content=a"), "gives content or 'a' twice"),
+])  # fmt: skip
+def test_names_of_keys_that_are_none_are_refused_before_anything_is_read(folder, tmp_path, keys, reason):
+    with pytest.raises(UserError, match=reason):
+        prepare(PrepareConfig(
+            input="/dev/null", output_prefix=tmp_path / "x", tokenizer=str(folder), chat=True, chat_keys=keys
+        ))  # fmt: skip
+    assert not any(tmp_path.iterdir())
+
+
 def test_answers_in_a_prompt_do_not_count(folder, tmp_path):
     first, second = {"role": "assistant", "content": "First"}, {"role": "assistant", "content": "Second"}
     chats = [

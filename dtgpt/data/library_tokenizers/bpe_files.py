@@ -10,49 +10,53 @@ across its borders, what lies between them goes the same way as it does alone.)
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from dtgpt.data.library_tokenizers.added_tokens import special_token
 from dtgpt.data.library_tokenizers.byte_level import letter_bytes
+from dtgpt.data.library_tokenizers.merges import last_parts
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
-Piece = TypeVar("Piece", bytes, str)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
 
 class BytePairs(NamedTuple):
-    """`ids` of tokens by their bytes, `specials` by their names."""
+    """`ids` of tokens by their bytes, `specials` by their names, `merges` in the order of the ids that they make."""
 
     ids: dict[bytes, int]
     specials: dict[str, int]
+    merges: list[tuple[bytes, bytes]]
 
 
 def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
     """Return the tokens that bytes and merges make, for tiktoken; None if it would encode some text to other ids."""
     letters = letter_bytes()
     known = {token: i for token, i in ids.items() if token not in specials}
-    if not all(letter in known for letter in letters):
+    merges = list(merges)
+    whole = all(len(pair) == 2 for pair in merges) and letters.keys() >= set("".join(chain.from_iterable(merges)))
+    if not whole or not known.keys() >= letters.keys():
         return None
     tokens = {bytes([byte]): known[letter] for letter, byte in letters.items()}
+    to_latin = str.maketrans({letter: chr(byte) for letter, byte in letters.items()})
     last = -1
     made = []
-    for pair in merges:
-        union = known.get("".join(pair), -1)
-        if len(pair) != 2 or union <= last or not all(set(part) <= letters.keys() for part in pair):
+    for left, right in merges:
+        union = known.get(left + right, -1)
+        if union <= last:
             return None
-        left, right = (bytes(letters[c] for c in part) for part in pair)
-        made.append((left, right))
-        tokens[left + right] = last = union
+        pair = left.translate(to_latin).encode("latin-1"), right.translate(to_latin).encode("latin-1")
+        made.append(pair)
+        tokens[pair[0] + pair[1]] = last = union
     if len(tokens) != 256 + len(made) or len(set(tokens.values()) | set(specials.values())) < len(tokens) + len(
         specials
     ):
         return None
-    return BytePairs(tokens, specials) if all(_last_parts(tokens, a + b) == [a, b] for a, b in made) else None
+    return BytePairs(tokens, specials, made) if all(last_parts(tokens, a + b) == [a, b] for a, b in made) else None
 
 
 def check_merges(
@@ -103,38 +107,6 @@ def check_merges(
             f"{source} lacks the merges of {counted(len(lost), 'token')} of {vocab}, such as {shown(lost[0])}, "
             "so that it was cut off or is of another tokenizer; fetch it again"
         )
-
-
-def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:
-    """Return what the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
-    own = tokens[union]
-    splits = [i for i in range(1, len(union)) if union[:i] in tokens and union[i:] in tokens]
-    if len(splits) == 1:
-        return [union[: splits[0]], union[splits[0] :]]
-    parts = [union[i : i + 1] for i in range(len(union))]
-    while len(parts) > 2:
-        ranks = [tokens.get(a + b, own) for a, b in pairwise(parts)]
-        best = min(ranks)
-        if best >= own:
-            break
-        i = ranks.index(best)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
-
-
-def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]], bool]:
-    """Return the list of merges that does what tiktoken and SentencePiece do without one: they merge the adjacent pair
-    whose union ranks first. And whether a token is not made so of its own bytes, but only as a whole word."""
-    merges, whole_words = [], False
-    for union in sorted((token for token in tokens if len(token) > 1), key=tokens.__getitem__):
-        parts = _last_parts(tokens, union)
-        if len(parts) == 2 and all(part in tokens for part in parts):
-            merges.append((parts[0], parts[1]))
-            continue
-        whole_words = True
-        splits = ((union[:i], union[i:]) for i in range(1, len(union)))
-        merges += [pair for pair in splits if pair[0] in tokens and pair[1] in tokens]
-    return merges, whole_words
 
 
 def tokenizer_json(

@@ -13,6 +13,7 @@ import numpy as np
 import tiktoken
 
 from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, panics_as_user_errors, spans_of_bytes
+from dtgpt.data.library_tokenizers.merges import merges_of
 from dtgpt.data.tokenizers.open import FILES
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
 from dtgpt.util.errors import UserError
@@ -84,6 +85,11 @@ class ByteLevel(LibraryTokenizer):
     def _encoding(self) -> tiktoken.Encoding:
         ids = {token: i for i, token in enumerate(self.ranks) if token}
         return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=ids, special_tokens=self.specials)
+
+    @cached_property
+    def merges(self) -> tuple[list[tuple[bytes, bytes]], bool]:
+        """The list of merges that makes the tokens, and whether some are made only as whole words."""
+        return merges_of({token: i for i, token in enumerate(self.ranks) if token})
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Raise UserError for a text with a run of about a million blanks."""

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from dtgpt.data.library_tokenizers.added_tokens import opening_template
-from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, merges_of, tokenizer_json
+from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, tokenizer_json
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel, letter_bytes
 from dtgpt.data.library_tokenizers.characters import characters_json
 from dtgpt.data.library_tokenizers.chat_template import template_of
@@ -42,7 +42,7 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
 
     Raises UserError where transformers cannot do what the tokenizer does; then its ids would be other ones.
     """
-    content = _tokenizer_json(tokenizer)
+    content = tokenizer_json_of(tokenizer)
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
     if (reason := _difference(tokenizer, library)) is not None:
@@ -107,7 +107,8 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
     return first_token(tokenizer) if like_gpt2 or isinstance(tokenizer, Bytes | Char) else first
 
 
-def _tokenizer_json(tokenizer: Tokenizer) -> str:
+def tokenizer_json_of(tokenizer: Tokenizer) -> str:
+    """Return a tokenizer.json with the ids of the tokenizer. Raise UserError where there is none."""
     if isinstance(tokenizer, Bytes):  # a BPE without merges
         return _byte_level_json(ByteLevel(tokenizer.name, PATTERN, tokenizer.ranks))
     if isinstance(tokenizer, ByteLevel):
@@ -124,11 +125,11 @@ def _tokenizer_json(tokenizer: Tokenizer) -> str:
 
 def _byte_level_json(tokenizer: ByteLevel) -> str:
     tokens = {token: i for i, token in enumerate(tokenizer.ranks) if token}
-    letters = {byte: letter for letter, byte in letter_bytes().items()}
-    merges, whole_words = merges_of(tokens)
+    letters = {byte: ord(letter) for letter, byte in letter_bytes().items()}
+    merges, whole_words = tokenizer.merges
 
     def spelled(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+        return token.decode("latin-1").translate(letters)
 
     before = None if tokenizer.pattern in PATTERNS else _cut_by(tokenizer.pattern)
     return tokenizer_json(

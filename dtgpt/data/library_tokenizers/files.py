@@ -127,7 +127,9 @@ def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | Non
     """Make a byte-level tokenizer. `ids`: of all that the file names, also tokens that no text is cut into."""
     ends = (end, *ENDS) if end else ENDS
     largest, count = max(ids.values(), default=-1), len(ids.keys() | pairs.specials.keys())
-    return ByteLevel(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
+    made = ByteLevel(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
+    made.merges = pairs.merges, False
+    return made
 
 
 def _check_tokenizer_json(saved: dict, path: Path) -> None:

@@ -61,6 +61,11 @@ class TokenizerJson(LibraryTokenizer):
     def special_names(self) -> Collection[str]:
         return [token.content for token in self._parsed.get_added_tokens_decoder().values() if token.special]
 
+    @property
+    def added_names(self) -> Collection[str]:
+        """Return the names of special tokens, and of others that are one token wherever a text has them."""
+        return [token.content for token in self._parsed.get_added_tokens_decoder().values()]
+
     @cached_property
     def _parsed(self) -> Any:
         return parse_tokenizer(self.name, self._content)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from dtgpt.data.library_tokenizers.added_tokens import opening_template, special_token
-from dtgpt.data.library_tokenizers.bpe_files import merges_of
 from dtgpt.data.library_tokenizers.libraries import BLANK, SentencePiece
+from dtgpt.data.library_tokenizers.merges import merges_of
 from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 from dtgpt.util.shared.optional import optional_package
 

@@ -13,6 +13,7 @@ NOT_FOR_MERGE = (
     "append_eod",
     "broken",
     "chat",
+    "chat_keys",
     "chat_loss",
     "chat_template",
     "encode_special",
@@ -64,8 +65,8 @@ class PrepareConfig:
     encode_special: Annotated[bool, "encode <|endoftext|> and other special tokens' names as these tokens"] = False
     chat: Annotated[
         bool,
-        "inputs are chats: messages, ShareGPT's conversations, or prompt and completion; rendered by the tokenizer's "
-        "chat template into PREFIX_chat_document",
+        "inputs are chats: messages, ShareGPT's conversations, prompt and completion, or Alpaca's instruction, input "
+        "and output; rendered by the tokenizer's chat template into PREFIX_chat_document",
     ] = False
     preferences: Annotated[
         bool,
@@ -73,6 +74,10 @@ class PrepareConfig:
         "the tokenizer's chat template into PREFIX_preference_document, for --dpo.beta",
     ] = False
     chat_loss: Annotated[Literal["assistant", "all"], "with --chat: tokens whose loss counts"] = "assistant"
+    chat_keys: Annotated[
+        tuple[str, ...],
+        "with --chat or --preferences: other names of keys and roles, NAME=KEY, such as messages=dialog user=human",
+    ] = ()
     chat_template: Annotated[
         str | None, "with --chat or --preferences: file of a template, instead of the tokenizer's own"
     ] = None
@@ -128,7 +133,11 @@ class PrepareConfig:
             Changed("chat_loss"),
             Given("preferences"),
         ),
-        Rule("--{option} needs --chat; leave it out", Changed("chat_loss", "chat_template"), Missing("messages")),
+        Rule(
+            "--{option} needs --chat; leave it out",
+            Changed("chat_keys", "chat_loss", "chat_template"),
+            Missing("messages"),
+        ),
         Rule("--json-keys {all_keys}: give each key once, such as --json-keys text", Missing("has_distinct_keys")),
     )
 

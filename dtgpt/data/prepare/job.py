@@ -18,7 +18,7 @@ from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import InputFile
-from dtgpt.data.prepare.encode import Encoded, Encoder, MessageFormat, dtype_of
+from dtgpt.data.prepare.encode import Encoded, Encoder, MessageFormat, dtype_of, quicken
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
@@ -78,6 +78,7 @@ class Summary:
     thoughts: Counter[bool] = field(default_factory=Counter)
     unused: set[str] = field(default_factory=set)
     seconds: float = 0.0
+    fast: bool = False  # whether fastokens encoded
 
     def add(self, block: Encoded) -> None:
         for name in ("documents", "empty", "text_bytes", "text_tokens", "uncounted", "thoughts"):
@@ -100,6 +101,7 @@ class Summary:
             f"{counted(self.broken, 'broken line')} left out{without}), {counted(self.tokens, 'token')}, {marked}"
             f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
             f"{counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
+            f"{' by fastokens' if self.fast else ''}"
         )
 
 
@@ -137,6 +139,10 @@ def prepare(config: PrepareConfig) -> Summary:
             check_list(listed, overwrite, prefixes.values())
         vocabulary = vocabulary_of(config)
         encoder = (make_encoder if messages is None else messages.encoder)(config, vocabulary)
+        blocks = read_blocks(sources, keys if messages is None else ())
+        if messages is None:
+            encoder, blocks = quicken(encoder, blocks, total_bytes(sources))
+            summary.fast = encoder.fast is not None
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = Progress(total_bytes(sources), config.log_interval)
         stack.callback(progress.clear)
@@ -144,7 +150,7 @@ def prepare(config: PrepareConfig) -> Summary:
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
-        for block in encoded(read_blocks(sources, keys if messages is None else ())):
+        for block in encoded(blocks):
             broken.add(block.broken)
             for key, writer in writers.items():
                 encoded_key = block.keys[key]

@@ -1,7 +1,7 @@
 """Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.fields import UsedFields, find_thoughts
+from dtgpt.posttrain.chats.keys import ChatKeys, read_keys
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
 from dtgpt.posttrain.chats.places import find_answers
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Message, Renderer, TooLarge
@@ -39,11 +40,13 @@ class EncodedChat(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """`block -> Encoded`, to be pickled into workers. `loss`: of which tokens it counts."""
+    """`block -> Encoded`, to be pickled into workers. `loss`: of which tokens it counts. `names`: other names for the
+    keys of chats."""
 
     vocabulary: Tokenizer
     dtype: np.dtype
     loss: Loss = "assistant"
+    names: ChatKeys = field(default_factory=ChatKeys)
     key: str = KEY
 
     @cached_property
@@ -81,7 +84,7 @@ class ChatEncoder:
     def _read(self, line: bytes) -> list[EncodedChat]:
         """Return the sequences of a line's document. Raises Unreadable."""
         try:
-            fields = json_object(line)
+            fields = self.names.rename(json_object(line))
             chats = self._chats_in(fields)
             found = [encode_chat(chat, self._renderer, self.vocabulary, self.loss) for chat in chats]
             self._fields.see(fields, chats)
@@ -127,7 +130,7 @@ class Chats(MessageFormat):
             pass  # other chats may go with the template
         finally:
             renderer.close()
-        return self.kind(vocabulary, dtype_of(vocabulary), config.chat_loss)
+        return self.kind(vocabulary, dtype_of(vocabulary), config.chat_loss, read_keys(config.chat_keys))
 
 
 CHATS = Chats()

@@ -15,7 +15,7 @@ from dtgpt.util.storage import parse_json
 LONGEST = 1 << 24  # bytes of a line that is looked at
 KEYS = {  # options of `dtgpt prepare` -> keys of their lines
     "preferences": ({"chosen", "rejected"},),
-    "chat": ({"messages"}, {"conversations"}, {"prompt", "completion"}),
+    "chat": ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
 }
 
 

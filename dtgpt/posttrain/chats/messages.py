@@ -2,8 +2,10 @@
 
 OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, or another mark of MARKS,
 so that it is not trained on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`, with marks, too. Pairs:
-`{"prompt", "completion"}`, texts or lists of messages, of which only answers in the completion are trained on. In each
-form `"system"` may have a text that is the first message, and `"chat_template_kwargs"` more variables of the template.
+`{"prompt", "completion"}`, texts or lists of messages, of which only answers in the completion are trained on.
+Alpaca's: `{"instruction", "input", "output"}`, texts, of which the first two are one message, a line each; `"history"`
+may have pairs of such a message and its answer that came before. In each form `"system"` may have a text that is the
+first message, and `"chat_template_kwargs"` more variables of the template.
 
 A template gets messages with all that they have: what an answer thinks, names and whatever else. A value that is null
 is absent, as where a table has a column for it.
@@ -11,6 +13,7 @@ is absent, as where a table has a column for it.
 
 import json
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from dtgpt.data.text import paired
@@ -61,7 +64,7 @@ RESERVED = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
-FORMS = "messages (OpenAI), conversations (ShareGPT), or prompt and completion"
+FORMS = "messages (OpenAI), conversations (ShareGPT), prompt and completion, or instruction and output (Alpaca)"
 
 
 class Chat(NamedTuple):
@@ -177,11 +180,28 @@ def _messages_in(fields: dict[str, Any]) -> tuple[Any, int, tuple[str, ...]]:
         if not any(_is_answer(message) for message in completion):
             raise ChatError("the completion has no answer of the assistant; add one, or leave the chat out")
         return prompt + completion, len(prompt), ("prompt", "completion")
-    raise ChatError(f"there is no chat under the keys {shown(list(fields)[:5])}; give {FORMS}")
+    if {"instruction", "output"} <= there:
+        return _from_alpaca(fields), 0, ("instruction", "input", "output", "history")
+    raise ChatError(
+        f"there is no chat under the keys {shown(list(fields)[:5])}; give {FORMS}, or name others by --chat-keys"
+    )
 
 
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _from_alpaca(fields: dict[str, Any]) -> list[Message]:
+    """Return the messages of a row with an instruction. Raises ChatError for one that is no text, and a history that
+    is not of pairs."""
+    asked = [text for text in (fields["instruction"], fields.get("input")) if text not in (None, "")]
+    if not all(isinstance(text, str) for text in asked):
+        raise ChatError(f"the instruction and its input are {shown(asked)}, which are not texts; give texts")
+    history = fields.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise ChatError(f"the history {shown(history)} is not a list of pairs of texts; give such, or leave it out")
+    turns = [text for pair in history for text in pair] + ["\n".join(asked), fields["output"]]
+    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def _from_sharegpt(given: Any) -> Any:
