@@ -8,18 +8,18 @@ from typing import Any
 from dtgpt.inference.base_options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.chats.tools import TOOLS, read_tools
 from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
-from dtgpt.serve.thoughts import BEGIN, Thoughts, ends_within
+from dtgpt.serve.thoughts import BEGIN, ends_within
+from dtgpt.serve.tool_calls import Reader, form_of, is_harmony, openai_call, reader_of
 from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids", "split_special_tokens")
 UNSUPPORTED = {  # keys, and what changes nothing there
-    "tools": [],
-    "tool_choice": "none",
     "functions": [],
     "function_call": "none",
     "audio": None,
@@ -28,7 +28,21 @@ UNSUPPORTED = {  # keys, and what changes nothing there
 }
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
 BEGUN, PROMPTED = "continue_final_message", "add_generation_prompt"  # vLLM's
-OWN = {"messages", ARGUMENTS, BEGUN, PROMPTED, *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS, *UNSUPPORTED}
+CHOICE, PARALLEL = "tool_choice", "parallel_tool_calls"
+OWN = {
+    "messages",
+    ARGUMENTS,
+    BEGUN,
+    PROMPTED,
+    TOOLS,
+    CHOICE,
+    PARALLEL,
+    *LENGTHS,
+    "logprobs",
+    "top_logprobs",
+    *NOT_OF_CHATS,
+    *UNSUPPORTED,
+}
 
 
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
@@ -46,10 +60,13 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     about = ARGUMENTS
     try:
         arguments = read_arguments(body.get(ARGUMENTS))
-        about = "messages"
         rendered = prompts()
-        messages = read_messages(body.get("messages"))
-        ids = rendered.encode(messages, arguments, client_has_left, begun)
+        about, tools = TOOLS, _tools(body)
+        about, messages = "messages", read_messages(body.get("messages"))
+        if tools and form_of(rendered.template) is None and not is_harmony(rendered.template):
+            about = TOOLS
+            raise UserError("calls in the form of this model's chat template are not known; leave tools out")
+        ids = rendered.encode(messages, arguments | ({TOOLS: tools} if tools else {}), client_has_left, begun)
     except UserError as error:
         raise bad_request(error, about) from None
     room = max(1, service.config.seq_length - len(ids))
@@ -61,11 +78,20 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
         raise
-    if not rendered.thinks:
-        return found
     # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
-    inside = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(messages[-1]["content"]))
-    return replace(found, in_thought=inside)
+    thinks = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(messages[-1]["content"]))
+    one_call = read_kind(PARALLEL, True if body.get(PARALLEL) is None else body[PARALLEL], SWITCH) is False
+    return replace(found, reader=reader_of(rendered.template, bool(tools), thinks, begun), one_call=one_call)
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools that an answer may call. Raise HttpProblem for a choice that cannot be kept."""
+    tools, choice = read_tools(body.get(TOOLS)), body.get(CHOICE)
+    if choice not in (None, "auto", "none"):
+        raise HttpProblem(400, f"tool_choice={shown(choice)} is not supported; use auto or none", CHOICE)
+    if choice == "auto" and not tools:
+        raise HttpProblem(400, "tool_choice=auto needs tools; give some, or leave it out", CHOICE)
+    return [] if choice == "none" else tools
 
 
 def _length(body: dict[str, Any]) -> tuple[str, Any]:
@@ -111,13 +137,16 @@ class ChatAnswer(CompletionAnswer):
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._head |= {"id": self.id, "object": "chat.completion.chunk" if self.asked.stream else "chat.completion"}
         self._begun: set[int] = set()
-        self._thoughts: dict[int, Thoughts] = {}
+        self._readers: dict[int, Reader] = {}
+        self._calls: dict[int, int] = {}  # of each choice, sent so far
 
     def form(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return an entry of `choices` in the form of chats. Of a stream, the first of each choice has the role."""
         rest = {name: value for name, value in choice.items() if name != "text"}
         rest["logprobs"] = self._content(choice["logprobs"])
-        said = {"role": "assistant", **self._said(choice)}
+        said: dict[str, Any] = {"role": "assistant", **self._said(choice)}
+        if self._calls.get(choice["index"]) and choice["finish_reason"] == "stop":
+            rest["finish_reason"] = "tool_calls"
         if not self.asked.stream:
             return rest | {"message": {**said, "refusal": None}}
         if choice["index"] in self._begun:
@@ -126,12 +155,22 @@ class ChatAnswer(CompletionAnswer):
         return rest | {"delta": said}
 
     def _said(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Return what a choice says, and apart from it what it thinks."""
-        if self.asked.in_thought is None:
+        """Return what a choice says, and apart from it what it thinks and calls."""
+        if self.asked.reader is None:
             return {"content": choice["text"]}
-        thoughts = self._thoughts.setdefault(choice["index"], Thoughts(self.asked.in_thought))
-        thought, content = thoughts.take(choice["text"], choice["finish_reason"] is not None)
-        return {"content": content, "reasoning_content": thought} if thought else {"content": content}
+        index, before = choice["index"], self._calls.get(choice["index"], 0)
+        reader = self._readers.setdefault(index, self.asked.reader())
+        thought, said, calls = reader.take(choice["text"], choice["finish_reason"] is not None)
+        calls = calls[: max(0, 1 - before)] if self.asked.one_call else calls
+        self._calls[index] = before + len(calls)
+        found: dict[str, Any] = {"content": said}
+        if thought:
+            found["reasoning_content"] = thought
+        if calls:
+            listed = [openai_call(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
+            counted = [{"index": before + place, **call} for place, call in enumerate(listed)]
+            found["tool_calls"] = counted if self.asked.stream else listed
+        return found
 
     def _content(self, lists: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return log-probabilities in the form of chats, from the lists of completions."""

@@ -77,7 +77,7 @@ KEYS = {
     "prompt_cache_key": RequestKey(TEXT),
     "prompt_cache_retention": RequestKey(TEXT),
     "prediction": RequestKey(OBJECT),  # of a text, which is generated no otherwise
-    "parallel_tool_calls": RequestKey(SWITCH, False),  # of tools, which there are none
+    "parallel_tool_calls": RequestKey(SWITCH, False),  # of tools, which only chats have
     "store": RequestKey(ANY, False, is_supported=False),  # nothing is stored
     "verbosity": RequestKey(ANY, "medium", is_supported=False),
     # vLLM's

@@ -1,7 +1,7 @@
 """A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, read_keys, read_kind
 from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
+from dtgpt.serve.tool_calls import Reader
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
@@ -44,7 +45,8 @@ class CompletionRequest:
     stream: bool
     include_usage: bool  # at the end of a stream
     return_token_ids: bool
-    in_thought: bool | None = None  # whether the prompt of a chat ends within one; None: answers have no thoughts
+    one_call: bool = False  # of several that an answer makes, the first alone is given
+    reader: Callable[[], Reader] | None = None  # of an answer to a chat; None: it is text alone
 
     @property
     def prompt_tokens(self) -> int:

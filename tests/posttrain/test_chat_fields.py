@@ -15,7 +15,7 @@ from dtgpt.posttrain.chats.messages import MARKS, read_chat, read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import ChatTemplate, Renderer
 from dtgpt.util.errors import UserError
-from tests.support.chats import CHATML, write_tokenizer
+from tests.support.chats import CHATML, HERMES, write_tokenizer
 from tests.support.server import client, served, tiny_model
 
 pytest.importorskip("jinja2")
@@ -192,11 +192,30 @@ def test_what_is_neither_read_nor_rendered_is_told(tmp_path):
     assert not list((tmp_path / "none").glob("x*"))
 
 
-def test_tools_of_openais_pairs_are_refused(tmp_path):
-    row = {"input": {"messages": [user()], "tools": [{}]}, "preferred_output": [answer("a")],
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+
+
+def test_calls_are_trained_on_and_tools_and_results_are_not(tmp_path, capsys):
+    """As rows have them, as JSON in a table, and of several results before an answer."""
+    turns = [user("Add"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    results = [{"role": "tool", "tool_call_id": "1", "content": "3 < 4"}] * 2
+    rows = [{"messages": [*turns, *results, answer("Three")], "tools": TOOLS}]
+    rows.append(rows[0] | {"tools": json.dumps(TOOLS)})
+    summary, texts = run(tmp_path, rows, HERMES)
+    assert summary.documents == 2 and texts[0] == texts[1]
+    assert f"[\n{CALLED}]" in texts[0] and "[Three<|im_end|>]" in texts[0] and texts[0].count("[") == 2
+    assert '"parameters": {"type": "object"}' in texts[0] and texts[0].count("<tool_response>\n3 < 4\n") == 2
+    assert "tool_call_id" not in capsys.readouterr().err
+
+
+def test_tools_of_openais_pairs_reach_the_template(tmp_path):
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    row = {"input": {"messages": [user()], "tools": TOOLS}, "preferred_output": [calls],
            "non_preferred_output": [answer("b")]}  # fmt: skip
-    with pytest.raises(UserError, match="uses tools"):
-        run(tmp_path, [row], preferences=True)
+    _, texts = run(tmp_path, [row], HERMES, preferences=True)
+    assert all('"name": "add"' in text for text in texts) and CALLED in texts[0] and "b<|im_end|>" in texts[1]
 
 
 def test_pairs_with_an_answer_that_does_not_count_are_left_out(tmp_path):

@@ -137,8 +137,16 @@ def test_a_template_without_an_end_is_ended(monkeypatch, tmp_path):
 BROKEN = [
     ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "message 1 is an empty answer"),
     ({"messages": [QUESTION]}, "no answer of the assistant"), ({"messages": []}, "not a list of messages"),
-    ({"messages": [QUESTION, {"role": "tool", "content": "1"}]}, "uses tools"),
-    ({"messages": [QUESTION, ANSWER], "tools": [{}]}, "uses tools"),
+    ({"messages": [QUESTION, {"role": "tool", "content": "1"}, ANSWER]}, "leaves out message 1, with the role 'tool'"),
+    ({"messages": [QUESTION, ANSWER], "tools": [{}]}, "tool 0 is {}, which is no function with a name"),
+    ({"messages": [QUESTION, ANSWER], "tools": [{"name": "f"}]}, "the chat template writes no tools; leave them out"),
+    ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f"}}]}]}, "writes no tool_calls"),
+    ({"messages": [{**QUESTION, "tool_calls": [{"function": {"name": "f"}}]}, ANSWER]}, "which only answers have"),
+    ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "f"}]}]}, "message 1 has the call .*, of no function"),
+    ({"messages": [QUESTION, {**ANSWER, "tool_calls": {}, "function_call": {"name": "f"}}]}, "an older form of tools"),
+    ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+     r"message 1 calls with arguments=\[1\]; give an object"),
+    ({"messages": [QUESTION, ANSWER], "tools": "["}, "is not JSON; give a list"),
     ({"messages": [QUESTION, {"role": "boss", "content": "1"}, ANSWER]}, "message 1 has the role 'boss'"),
     ({"messages": [{"role": "developer", "content": "left out"}, QUESTION, ANSWER]}, "leaves out message 0"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "parts that are not text"),
@@ -148,7 +156,8 @@ BROKEN = [
     ({"messages": [QUESTION, QUESTION, ANSWER]}, "refuses the chat .*alternate"),
     ({"messages": ["Hello", ANSWER]}, "message 0 is 'Hello'; give an object with a role and a content"),
     ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "message 0 has the content 3; give it a text"),
-    ({"conversations": [{"from": "observation", "value": "x"}]}, "uses tools"),
+    ({"conversations": [{"from": "observation", "value": "x"}]}, "no answer of the assistant"),
+    ({"conversations": [{"from": "function_call", "value": "x"}]}, "an older form of tools"),
     ({"conversations": "Hello"}, "not a list of messages"), ({"conversations": [QUESTION]}, "no answer of the assist"),
 ]  # fmt: skip
 

@@ -49,6 +49,23 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}{% endfor %}" + GENERATE
     + "{{ '<start_of_turn>model\\n' }}{% endif %}"
 )  # fmt: skip
+# In the manner of Hermes and Qwen: tools in the system's message, calls in tags, results in the user's.
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\nTools:' }}
+{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{{- '\\nCall by <tool_call></tool_call>.<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 FAMILIES = {  # template, begin and end of text
     "llama3": (LLAMA3, "<|begin_of_text|>", "<|eot_id|>"),
     "qwen3": (QWEN3, None, "<|im_end|>"),

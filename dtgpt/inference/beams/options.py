@@ -29,7 +29,7 @@ class BeamOptions(BaseOptions):
                 if (value := getattr(self, name)) != declared(BeamOptions)[name].default:
                     raise UserError(f"{name}={value} is for a beam search; give num_beams, or leave it out")
             return super().settled()
-        options = declared(type(self))
+        options = declared(type(self))  # type: ignore[arg-type]
         for name in WITHOUT:
             if name in options and getattr(self, name) != options[name].default:  # some are of another capability
                 raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")

@@ -21,6 +21,7 @@ from dtgpt.posttrain.chats.keys import ChatKeys, read_keys
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
 from dtgpt.posttrain.chats.places import find_answers
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Message, Renderer, TooLarge
+from dtgpt.posttrain.chats.tools import ROLE, TOOLS, check_tools, forms
 from dtgpt.util.errors import UserError, shown
 
 KEY = "chat"  # of the files that are written: PREFIX_chat_document.bin
@@ -147,6 +148,7 @@ def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss
     but the first; in either case not those of answers with a mark that keeps them out. Raises ChatError for a chat that
     the template does not render as it is."""
     messages, first, arguments, _ = chat
+    check_tools(renderer.template.source, messages, arguments.get(TOOLS, ()))
     answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
     marked = {number for number in answers if read_mark(f"message {number}", messages[number]) is False}
     wanted = answers - marked - set(range(first))
@@ -176,6 +178,9 @@ def check_kept(messages: list[Message], text: str) -> None:
             continue
         content = message["content"].strip()
         found = text.find(content, place)
+        if found < 0 and message["role"] == ROLE:
+            content = next((form for form in forms(content) if form in text[place:]), content)
+            found = text.find(content, place)
         if found < 0:
             moved += 1
             if moved > MOST_MOVED:

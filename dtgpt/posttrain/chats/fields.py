@@ -8,7 +8,7 @@ from dtgpt.posttrain.chats.messages import ARGUMENTS, MARKS, THOUGHTS, Chat
 from dtgpt.posttrain.chats.template import ChatError, Message, Renderer
 
 TAGGED = re.compile(r"(?<=<think>)(?=\s*\S).*?(?=</think>)", re.DOTALL)  # in the content itself
-READ = {"role", "content", *MARKS, *THOUGHTS}  # fields of messages that are read, or told otherwise
+READ = {"role", "content", "tool_call_id", *MARKS, *THOUGHTS}  # fields of messages that are read, or told otherwise
 
 
 class UsedFields:

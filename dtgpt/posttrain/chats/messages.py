@@ -7,6 +7,8 @@ Alpaca's: `{"instruction", "input", "output"}`, texts, of which the first two ar
 may have pairs of such a message and its answer that came before. In each form `"system"` may have a text that is the
 first message, and `"chat_template_kwargs"` more variables of the template.
 
+Rows may have `"tools"`, messages `"tool_calls"` and the role tool, which `tools.py` reads.
+
 A template gets messages with all that they have: what an answer thinks, names and whatever else. A value that is null
 is absent, as where a table has a column for it.
 """
@@ -18,9 +20,10 @@ from typing import Any, NamedTuple
 
 from dtgpt.data.text import paired
 from dtgpt.posttrain.chats.template import ChatError, Message
+from dtgpt.posttrain.chats.tools import CALLS, ROLE, TOOLS, read_calls, read_tools
 from dtgpt.util.errors import shown
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", ROLE)
 FROM = {
     "human": "user",
     "user": "user",
@@ -29,8 +32,10 @@ FROM = {
     "bot": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "tool": ROLE,
+    "observation": ROLE,
 }
-TOOLS = ("tool_calls", "function_call", "tools", "functions", "tool_call_id")
+FUNCTIONS = ("function_call", "functions")  # an older form of tools
 # Marks of several libraries on an answer: the value with which it counts; the other one keeps it out of the loss.
 MARKS = {
     "weight": True,
@@ -45,7 +50,7 @@ MARKS = {
 UNREAD_MARKS = ("training_detail", "train_detail", "mask", "ignore")  # of parts of an answer, or of either meaning
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # of an answer; templates read the first two
 ARGUMENTS = "chat_template_kwargs"
-USED = ("system", ARGUMENTS, *TOOLS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages
+USED = ("system", ARGUMENTS, TOOLS, *FUNCTIONS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages
 # What renders a chat has these arguments of its own: they are no variables of a template, or say what dtgpt decides.
 RESERVED = (
     "messages",
@@ -79,17 +84,17 @@ class Chat(NamedTuple):
 
 
 def read_chat(fields: dict[str, Any]) -> Chat:
-    """Return the chat in a row. Raises ChatError where it is none: of another form, with tools, with a role or an
-    answer that is missing or empty."""
+    """Return the chat in a row. Raises ChatError where it is none: of another form, with a role or an answer that is
+    missing or empty."""
     given, prompt, keys = _messages_in(fields)
     whole = with_system(fields, given)
     messages = read_messages(whole)
-    if any(fields.get(name) for name in TOOLS):
-        raise with_tools()
+    if any(fields.get(name) for name in FUNCTIONS):
+        raise with_functions()
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("the chat has no answer of the assistant; add one, or leave the chat out")
     for number, message in enumerate(messages):
-        if message["role"] == "assistant" and not message["content"].strip():
+        if message["role"] == "assistant" and not (message["content"].strip() or message.get(CALLS)):
             raise ChatError(f"message {number} is an empty answer; give it a text, or leave the chat out")
         if read_mark(f"message {number}", message) and message["role"] != "assistant":
             mark = next(name for name in MARKS if name in message)
@@ -99,7 +104,8 @@ def read_chat(fields: dict[str, Any]) -> Chat:
     first = prompt + len(whole) - len(given)  # with the instruction
     if read_mark("the chat", fields) is False:
         first = len(messages)
-    return Chat(messages, first, read_arguments(fields.get(ARGUMENTS)), frozenset({*keys, *USED}))
+    arguments, tools = read_arguments(fields.get(ARGUMENTS)), read_tools(fields.get(TOOLS))
+    return Chat(messages, first, arguments | ({TOOLS: tools} if tools else {}), frozenset({*keys, *USED}))
 
 
 def read_messages(given: Any) -> list[Message]:
@@ -212,8 +218,8 @@ def _from_sharegpt(given: Any) -> Any:
         if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
             return given  # OpenAI's form under ShareGPT's name, or neither
         if turn["from"] not in FROM:
-            if "tool" in turn["from"] or "function" in turn["from"] or turn["from"] == "observation":
-                raise with_tools()
+            if "function" in turn["from"]:
+                raise with_functions()
             raise ChatError(f"message {number} is from {shown(turn['from'])}; use one of {', '.join(FROM)}")
         more = {name: value for name, value in turn.items() if name not in ("from", "value")}
         messages.append(more | {"role": FROM[turn["from"]], "content": turn.get("value")})
@@ -224,8 +230,13 @@ def _message(number: int, given: Any) -> Message:
     if not isinstance(given, dict):
         raise ChatError(f"message {number} is {shown(given)}; give an object with a role and a content")
     role, content = given.get("role"), given.get("content")
-    if role in ("tool", "function") or any(given.get(name) for name in TOOLS):
-        raise with_tools()
+    if role == "function" or any(given.get(name) for name in FUNCTIONS):
+        raise with_functions()
+    calls = read_calls(number, given[CALLS]) if given.get(CALLS) else []
+    if calls and role != "assistant":
+        raise ChatError(f"message {number}, with the role {shown(role)}, has tool_calls, which only answers have")
+    if content is None and calls:
+        content = ""
     if role not in ROLES:
         raise ChatError(f"message {number} has the role {shown(role)}; use one of {', '.join(ROLES)}")
     if isinstance(content, list):
@@ -237,8 +248,9 @@ def _message(number: int, given: Any) -> Message:
         content = "".join(map(str, texts))
     if not isinstance(content, str):
         raise ChatError(f"message {number} has the content {shown(content)}; give it a text")
-    whole = {name: value for name, value in _present(given).items() if name not in TOOLS}  # which are empty
-    whole |= {"role": role, "content": paired(content)}
+    unread = {CALLS, *FUNCTIONS}  # which are empty, or read above
+    whole = {name: value for name, value in _present(given).items() if name not in unread}
+    whole |= {"role": role, "content": paired(content)} | ({CALLS: _writable(calls)} if calls else {})
     thought = next((whole[name] for name in THOUGHTS if name in whole), None)
     return whole if thought is None else {"thinking": thought, **whole, "reasoning_content": thought}
 
@@ -256,5 +268,5 @@ def _writable(value: Any) -> Any:
     return {name: _writable(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-def with_tools() -> ChatError:
-    return ChatError("the chat uses tools, which are not supported; leave it out")
+def with_functions() -> ChatError:
+    return ChatError("the chat uses functions, an older form of tools, which is not read; give tools and tool_calls")

@@ -11,6 +11,7 @@ from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.length import check_length
 from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
+from dtgpt.posttrain.chats.tools import TOOLS, check_tools
 from dtgpt.util.errors import UserError
 
 MARK = "dtgptgoeson"  # behind an answer that is begun, in no rendered prompt
@@ -24,7 +25,7 @@ class ChatPrompts:
         self._tokenizer, self._config = tokenizer, config
         self._renderer = renderer_of(tokenizer)
         self.stops = self._stops(ends)
-        self.thinks = "</think>" in self._renderer.template.source  # whether answers have thoughts before them
+        self.template = self._renderer.template.source
 
     def encode(
         self,
@@ -38,6 +39,7 @@ class ChatPrompts:
         Raises UserError."""
         kept = (message["content"].strip() for message in messages if message["role"] != "assistant")
         check_length("\n".join(kept), self._tokenizer, self._config)
+        check_tools(self.template, messages, arguments.get(TOOLS, ()))
         text = self.render(messages, arguments, left, begun)
         check_length(text, self._tokenizer, self._config)
         if left():

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtgpt.posttrain.chats.encode import ChatEncoder, Chats
-from dtgpt.posttrain.chats.messages import TOOLS, USED, Chat, read_chat, with_system, with_tools
+from dtgpt.posttrain.chats.messages import FUNCTIONS, USED, Chat, read_chat, with_functions, with_system
 from dtgpt.posttrain.chats.template import ChatError, Message
+from dtgpt.posttrain.chats.tools import TOOLS
 from dtgpt.util.errors import shown
 
 KEY = "preference"  # of the files that are written: PREFIX_preference_document.bin
@@ -50,6 +51,8 @@ def read_pair(fields: dict[str, Any]) -> tuple[Chat, Chat]:
     prompt, chosen, rejected = _parts(fields)
     prompt = with_system(fields, prompt)
     more = {name: fields.get(name) for name in USED if name != "system"}
+    if isinstance(fields.get("input"), dict):
+        more[TOOLS] = more[TOOLS] or fields["input"].get(TOOLS)
     pair = [read_chat(more | {"messages": [*prompt, *answer]}) for answer in (chosen, rejected)]
     for chat, name in zip(pair, ("chosen", "rejected"), strict=True):
         if not any(message["role"] == "assistant" for message in chat.messages[len(prompt) :]):
@@ -69,8 +72,8 @@ def _parts(fields: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (prompt, chosen, rejected), lists of messages that are not checked yet."""
     prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
     if "preferred_output" in fields and isinstance(fields.get("input"), dict):
-        if any(fields["input"].get(name) for name in TOOLS):
-            raise with_tools()
+        if any(fields["input"].get(name) for name in FUNCTIONS):
+            raise with_functions()
         prompt, chosen = fields["input"].get("messages"), fields["preferred_output"]
         rejected = fields.get("non_preferred_output")
     if not chosen or not rejected or type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
