@@ -52,7 +52,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.prompt_sources",
         ),
     ),
-    ("dtgpt.data.megatron", ("dtgpt.data.cached",)),
+    ("dtgpt.data.megatron", ("dtgpt.data.cached", "dtgpt.data.library_tokenizers")),
     ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",
@@ -106,7 +106,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.train.texts",
         ),
     ),
-    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo", "dtgpt.tools")),
+    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo", "dtgpt.tools", "dtgpt.util.machine")),
     ("dtgpt.optim.fp16", ()),
     (
         "dtgpt.evaluation",
@@ -139,5 +139,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
-    ("dtgpt.tools", ()),
+    ("dtgpt.tools", ("dtgpt.util.machine",)),
 )

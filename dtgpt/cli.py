@@ -84,11 +84,6 @@ def _command(words: list[str]) -> int:
         say(usage())
         return 0
     name, *rest = words
-    if name == "--version":
-        from dtgpt.util.hardware import describe_versions
-
-        say(describe_versions())
-        return 0
     known = commands()
     if name not in known:
         listed = [name for name, entry in known.items() if entry.usage]

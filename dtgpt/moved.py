@@ -113,12 +113,12 @@ FOLDERS = {
     ("dtgpt.data", "dtgpt.data.cached"): "cache>folders file_array",
     ("dtgpt.data.megatron", "dtgpt.data.cached"): "file_array",
     ("dtgpt.data", "dtgpt.data.prepare"): "documents",
-    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>open staging>shard_file tokenizer>open",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",
+    ("dtgpt.util", "dtgpt.util.shared"): "threads",
     ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
     ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
     ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
@@ -147,7 +147,8 @@ FOLDERS = {
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names>base",
+    ): "char>characters added_tokens bpe_files byte_level export folder libraries rank_files "
+    "sentencepiece_export special_names>base",
 }
 
 

@@ -7,6 +7,7 @@ than its own part and, for a moment, the pages of one piece of one tensor.
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown_name
-from dtgpt.util.threads import Threads
 
 FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
 
@@ -109,8 +110,10 @@ def fill_shards(shards: Shards, load: Callable[[Shard], object], threads: int = 
     cuda = shards.mesh.device.type == "cuda"  # where threads queue on another stream than the run
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)
-    with Threads(threads) as pool:
-        list(pool.map(one, shards))
+    # Several at a time, where a capability has threads: a disk answers the slower, the fewer ask it.
+    pool = next(iter(seams.listed("executors")), None)
+    with nullcontext() if pool is None else pool(threads) as several:
+        list((map if several is None else several.map)(one, shards))
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)
     shards.publish()

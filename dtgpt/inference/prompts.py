@@ -79,25 +79,10 @@ def text_stream(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> TextStream:
     if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
         stream: TextStream = _Bytes(tokenizer)
     else:
-        stream = [*seams.listed("text_streams"), _Single][0](tokenizer)
+        missing = f"the tokens of {tokenizer.name} are no bytes, and no capability here makes text of them"
+        stream = seams.first("text_streams", missing)(tokenizer)
     stream.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
     return stream
-
-
-class _Single:
-    """Decode each token by itself: of the tokenizers that the core has, characters alone come here."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def skip(self, prompt: Sequence[int]) -> None:
-        """Leave out what the prompt says; nothing depends on it."""
-
-    def extend(self, ids: Iterable[int]) -> str:
-        return "".join(self._tokenizer.decode([i]) for i in ids)
-
-    def finish(self) -> str:
-        return ""
 
 
 class _Bytes:

@@ -104,6 +104,7 @@ class Capability:
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
     timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
     graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
+    executors: tuple[str, ...] = ()  # work for several threads: what makes an `Executor` of a number of them
     locks: tuple[str, ...] = ()  # of files: a class that derives from `util.storage.FileLock`
     verifications: tuple[str, ...] = ()  # of checkpoints: a `checkpoint.shard_file.Verification`
     savers: tuple[str, ...] = ()  # of checkpoints: a class that derives from `checkpoint.save.Saver`
@@ -130,6 +131,8 @@ class Capability:
     memory_errors: tuple[str, ...] = ()  # a context in which they are told, with a remedy
     peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
     flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
+    environments: tuple[str, ...] = ()  # of a device: what is said of the machine, by name
+    versions: tuple[str, ...] = ()  # of what is installed, by package
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
     device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes

@@ -15,9 +15,10 @@ from torch import Tensor
 from dtgpt.checkpoint.open import SourceFormat
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, TextDataset
+from dtgpt.data.library_tokenizers.characters import Char
 from dtgpt.data.open import DataFormat, DataRequest
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.shared.foreign import cut
 from dtgpt.models.source import Part, Source
