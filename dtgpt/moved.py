@@ -118,7 +118,7 @@ FOLDERS = {
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",
-    ("dtgpt.util", "dtgpt.util.shared"): "threads",
+    ("dtgpt.util", "dtgpt.util.machine"): "threads",
     ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
     ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
     ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",

@@ -20,7 +20,7 @@ import torch
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.util.hardware import why_no_compiler
+from dtgpt.parallel.compiled.choice import why_no_compiler
 from tests.support import changed, covered_lines, cpu_seconds, recorded_map, refusals
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures

@@ -128,18 +128,6 @@ def replace_values(config: Any, values: Mapping[str, Any]) -> Any:
     return config
 
 
-def value_text(value: Any) -> str:
-    """Return a value as it is written on a command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)
-
-
-def as_words(options: Options) -> list[str]:
-    """Return the words of a command line that give these options."""
-    return [word for name, values in options.items() for word in (f"--{name}={values[0]}", *values[1:])]
-
-
 def describe_type(type_: Any) -> str:
     """Return the placeholder for a value of this type in `--help`: INT, TEXT ..., on|off."""
     if get_origin(type_) in (Union, types.UnionType):

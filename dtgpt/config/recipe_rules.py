@@ -1,9 +1,9 @@
 """What the values of a recipe may not be together, as tables of rules with the sentence of each.
 
 Bounds of one value stand in its annotation, and rules within a section in the section. Here are those that concern
-several sections, a plan, or what this machine makes of the recipe (`Settings`), and the notes on values that are valid
-and yet not what a user may expect. `Recipe` asks the tables; a plan checks by itself what no recipe changes
-(`dtgpt.config.plan`).
+several sections, and the notes on values that are valid and yet not what a user may expect. `Recipe` asks the tables,
+and those of capabilities on a recipe under a plan, or on what this machine makes of it (`Settings`); a plan checks by
+itself what no recipe changes (`dtgpt.config.plan`).
 """
 
 from dtgpt.config.plan_choice import AUTO
@@ -96,47 +96,6 @@ RULES: Rules = (
         Given("schedule.decays"),
         Is("schedule.warmup", ">=", Other("schedule.end")),
         Missing("schedule_ends_with_run"),
-    ),
-)
-
-# Under a plan, `plan`, that computes gradients of weights apart from those of activations.
-PLAN_RULES: Rules = (
-    Rule(
-        "recompute_blocks={recompute_blocks}, but the schedule {plan.schedule} recomputes all blocks or none; leave it "
-        "out or use another schedule",
-        Given("recompute_blocks"),
-        Given("plan.splits_backward"),
-    ),
-    Rule(
-        "recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, and what "
-        "attention gave is kept for one; use --recompute full or another schedule",
-        Is("recompute", "==", "around_attention"),
-        Given("plan.splits_backward"),
-    ),
-    Rule(
-        "compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which torch.compile "
-        "cannot; use --compile off or another schedule",
-        Is("compile", "==", "on"),
-        Given("plan.splits_backward"),
-    ),
-    *(
-        Rule(
-            f"{option}=on, but under {{plan.name}} the host reads in each step how many rows go to which experts; use "
-            f"--{option} off, or a plan without ep",
-            Is(option, "==", "on"),
-            Given("plan.asks_host"),
-        )
-        for option in ("graph", "compile")
-    ),
-)
-
-# Of `Settings`.
-SETTINGS_RULES: Rules = (
-    Rule(
-        "recompute=around_attention, but attention is {scores_backend} here, which keeps scores for backward beside "
-        "its output; use --attention flash, or sdpa without dropout, or --recompute full",
-        Is("recompute", "==", "around_attention"),
-        Given("scores_backend"),
     ),
 )
 

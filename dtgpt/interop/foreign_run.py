@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill_shards, states_to_fill
-from dtgpt.config.overrides import replace_values, value_text
+from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
@@ -23,6 +23,7 @@ from dtgpt.train.init_from.begin import dimensions
 from dtgpt.train.start import checked, with_steps
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import value_text
 
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer

@@ -128,13 +128,13 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
 
 def _remedy_for_memory(settings: Settings) -> str:
     """Return what makes a step need less memory, without a change of the curve, as a sentence goes on."""
-    if settings.micro_batch_size > 1:
-        return "lower micro_batch_size (the curve stays the same)"
-    if settings.recompute_blocks is not None:
-        return "raise recompute_blocks or leave it out (the curve stays the same)"
-    if settings.recompute != "full":
-        return "use --recompute full (the curve stays the same)"
-    return "use a plan that cuts the model over more processes (dtgpt plan shows them)"
+    helps = {
+        "lower micro_batch_size (the curve stays the same)": settings.micro_batch_size > 1,
+        "raise recompute_blocks or leave it out (the curve stays the same)": settings.recompute_blocks is not None,
+        "use --recompute full (the curve stays the same)": settings.recompute != "full",
+        "use a plan that cuts the model over more processes (dtgpt plan shows them)": True,
+    }
+    return next(remedy for remedy, may_help in helps.items() if may_help)
 
 
 def check_state_fits(settings: Settings, process: Process) -> None:

@@ -1,12 +1,10 @@
-"""Facts of this machine: devices, their memory and peak FLOP/s, compilers.
+"""Facts of this machine: devices, their memory and peak FLOP/s.
 
 What this machine cannot do is told before a model is built, and a run says which machine it was on, so that its speed
 can be judged and its numbers be had again. The other files take a `torch.device`, and ask here."""
 
-import importlib.util
 import os
 import resource
-import shutil
 import sys
 import weakref
 from collections.abc import Iterator
@@ -51,17 +49,6 @@ def memory_errors_as_user_errors(remedy: str) -> Iterator[None]:
         for told in seams.listed("memory_errors"):
             stack.enter_context(told(remedy))
         yield
-
-
-def why_no_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks here, if anything: a C++ compiler for the CPU, a C compiler and Triton for
-    CUDA."""
-    variable, programs = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
-    if not any(shutil.which(p) for p in (*programs, os.environ.get(variable) or "")):
-        return f"no compiler ({' or '.join(programs)}) was found"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton is missing"
-    return None
 
 
 # Memory of which PyTorch's allocator does not know: tensors by their ids, as long as they live.

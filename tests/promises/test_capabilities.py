@@ -2,12 +2,12 @@
 
 import ast
 import os
-from dataclasses import fields
 from importlib import import_module
 
 import pytest
 
 from dtgpt.capabilities import CAPABILITIES
+from dtgpt.util.seams import LISTED, NAMED, Capability
 from tests.support.core import files, imports, room_of
 from tests.support.fresh import run_fresh
 
@@ -58,12 +58,18 @@ Def = ast.FunctionDef  # what it imports is imported when it is called
 def modules_of(capability: str) -> set[str]:
     """Return the modules of a capability: those of its folder, and its parts elsewhere, such as commands."""
     found = {name for name in files() if f"{name}.".startswith(f"{capability}.")}
-    described = import_module(capability).CAPABILITY
-    for seam in fields(described):
-        parts = getattr(described, seam.name)
+    for parts in import_module(capability).CAPABILITY.parts.values():
         for part in parts.values() if hasattr(parts, "values") else parts:
             found.add(getattr(part, "part", part).partition(":")[0])
     return {name for name in found if room_of(files()[name]) is None}
+
+
+def test_each_seam_is_asked_for_and_no_other_is_there():
+    sources = {name: path.read_text() for name, path in files().items()}
+    asked = "".join(source for name, source in sources.items() if name != "dtgpt.util.seams")
+    assert [seam for seam in (*LISTED, *NAMED) if f'"{seam}"' not in asked] == []
+    with pytest.raises(TypeError, match=r"there is no seam observer$"):
+        Capability(observer=("a:part",))
 
 
 @pytest.mark.slow(2)

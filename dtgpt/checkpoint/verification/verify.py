@@ -18,7 +18,7 @@ from dtgpt.checkpoint.shard_file import Damaged, Verification, Written, piece_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.util import seams
 from dtgpt.util.errors import shown, shown_name
-from dtgpt.util.shared.threads import Threads
+from dtgpt.util.machine.threads import Threads
 from dtgpt.util.storage import open_regular
 
 COUNT = range(1 << 62)

@@ -12,7 +12,7 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import CHECKSUM, Bytes, Tokenizer, checksum
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import read_json, read_regular
+from dtgpt.util.storage import read_json
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 OTHERS = re.compile(rb'\s*\{\s*"version"')  # how other libraries' files begin: no name that `Tokenizer.save` writes
@@ -121,15 +121,6 @@ def _is_saved(file: Path) -> bool:
     except (OSError, UserError):
         return False
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
-
-
-def read_content(path: Path) -> bytes:
-    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
-    vocabulary."""
-    try:
-        return read_regular(path, LARGEST)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
 
 
 def tokenizer_file(folder: Path) -> Path | None:

@@ -7,7 +7,7 @@ CAPABILITY = Capability(
     environments=("dtgpt.util.machine.versions:environment",),
     versions=("dtgpt.util.machine.versions:package_versions",),
     cpu_starts=("dtgpt.util.machine.machine:keep_freed_memory",),
-    executors=("dtgpt.util.shared.threads:Threads",),
+    executors=("dtgpt.util.machine.threads:Threads",),
     memory_errors=("dtgpt.util.machine.machine:memory_errors_as_user_errors",),
     peaks=("dtgpt.util.machine.machine:peak_flops",),
 )
