@@ -109,7 +109,7 @@ FOLDERS = {
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.optim.fp8"): "fp8>precision",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule checks>recipe_rules",
-    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open prefetch>dataset",
+    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open",
     ("dtgpt.data", "dtgpt.data.cached"): "cache>folders file_array",
     ("dtgpt.data.megatron", "dtgpt.data.cached"): "file_array",
     ("dtgpt.data", "dtgpt.data.prepare"): "documents",
@@ -135,7 +135,8 @@ FOLDERS = {
     ("dtgpt.ops.norm", "dtgpt.ops"): "norm>norms residual>norms",
     ("dtgpt.ops.rotary", "dtgpt.ops"): "rotary>rotary_positions table>rotary_positions",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
-    ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
+    ("dtgpt.data", "dtgpt.data.documents"): "document_masks>masks",
+    ("dtgpt.data", "dtgpt.data.prefetched"): "prefetch>prefetcher",
     (
         "dtgpt.parallel",
         "dtgpt.parallel",

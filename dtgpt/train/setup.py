@@ -18,7 +18,7 @@ from dtgpt.checkpoint.open import check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache
-from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset, without_effect
+from dtgpt.data.open import DataRequest, open_dataset, without_effect
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
@@ -165,9 +165,9 @@ def read_dataset(recipe: Recipe) -> Dataset:
     kind, given = objective_of(recipe)
     kind.check(given, dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
-    check_ends(recipe.data, dataset.tokenizer)
-    if recipe.data.eod_mask_loss:
-        check_counted(dataset, recipe.batch_sizes().before(recipe.num_steps), recipe.sample_length, recipe.seed)
+    for check in seams.listed("data_checks", recipe.data):
+        samples = recipe.batch_sizes().before(recipe.num_steps)
+        check(recipe.data, dataset, samples, recipe.sample_length, recipe.seed)
     return dataset
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dtgpt.config.sections import LogConfig, OptimizerConfig
+from dtgpt.data.documents.masks import DocumentMasks
 from dtgpt.inference.library.load import load
 from dtgpt.interop.hf.model import HuggingFace
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.shared.attention_backend import backend_for
 from dtgpt.ops.attention.core import Backend, Case, causal_attention, check_backend, split_qkv

@@ -58,7 +58,8 @@ Def = ast.FunctionDef  # what it imports is imported when it is called
 def modules_of(capability: str) -> set[str]:
     """Return the modules of a capability: those of its folder, and its parts elsewhere, such as commands."""
     found = {name for name in files() if f"{name}.".startswith(f"{capability}.")}
-    for parts in import_module(capability).CAPABILITY.parts.values():
+    described = import_module(capability).CAPABILITY.parts
+    for parts in (parts for seam, parts in described.items() if seam != "idle_degrees"):  # which are words
         for part in parts.values() if hasattr(parts, "values") else parts:
             found.add(getattr(part, "part", part).partition(":")[0])
     return {name for name in found if room_of(files()[name]) is None}

@@ -51,6 +51,6 @@ OBSERVED = Entry(
     "observed blocks",
     lambda made: made.masters and observes_again(made.settings),
     repeat_observed_blocks,
-    after="recomputation",
+    before="ZeRO",
     runs=True,
 )

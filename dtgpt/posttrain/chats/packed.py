@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.documents.masks import document_bounds, reset_positions
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import has_weights, prefix_of
 from dtgpt.data.megatron.prepared import blended_with_chats, checked_prefixes, parsed_paths
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
+from dtgpt.models.batch import Batch, WindowMasks
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
@@ -223,7 +224,7 @@ class ChatDataset(Dataset):
         for first in range(0, len(chosen), batch_size):
             yield samples.windows(chosen[first : first + batch_size])
 
-    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+    def to_batch(self, windows: Tensor, masks: WindowMasks, dropout_keys: Tensor | None = None) -> Batch:
         return packed_batch(windows, dropout_keys)  # chats are kept apart in any case
 
     def beginnings(self, count: int, positions: int) -> list[Beginning]:
