@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/models/batch.py",
+        "dtgpt/data/documents/masks.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),

@@ -32,6 +32,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels", "dtgpt.parallel.narrow_sums")),
     ("dtgpt.parallel.recompute", ()),
     ("dtgpt.parallel.compiled", ()),
+    ("dtgpt.parallel.balanced_stages", ()),
     ("dtgpt.optim.fp8", ("dtgpt.parallel.recompute",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.parallel.expert_parallel", ("dtgpt.models.moe",)),

@@ -81,6 +81,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "sharings": "of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`",
     "foreign_models": "what to do with a checkpoint of a class that is not here",
     # How a rank's model is built and runs.
+    "stage_cuts": "blocks of each pipeline stage, of a config and a number of stages",
     "build": "what is done to a stage: a `parallel.build.Entry`",
     "added_modules": "where a section freezes weights: adds the modules of a stage that are trained",
     "initial_values": "fills these",

@@ -11,9 +11,10 @@ from dtgpt.config.plan import SCHEDULES, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
+from dtgpt.parallel.balanced_stages.cut import EMBEDDING_COST, balanced_cut
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import RankCoordinates
-from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
+from dtgpt.parallel.stages import block_ranges, keep_stage
 from tests.support.bodies_shards import CPU, KEY, gradients_by_places, logits_of_stages
 from tests.support.ranks import pool
 from tests.support.whole_model import build_model
