@@ -18,7 +18,7 @@ from dtgpt.checkpoint.manifest import READERS, Checkpoint, list_checkpoints, ste
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap, verification
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.models.source import Ranges, Source, parameter_shapes
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
@@ -41,17 +41,17 @@ class Saved(Source):
             raise Damaged(checkpoint.folder, f"it has no block {last}")
         self._shapes = parameter_shapes(self.config)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         whole = tuple(map(range, self._shapes[name]))
         target = torch.empty([len(r) for r in part or whole])
         self.read_into(name, tuple(part or whole), target)
         return target
 
-    def read_into(self, name: str, part: Part, target: Tensor) -> None:
+    def read_into(self, name: str, part: Ranges, target: Tensor) -> None:
         read_part(self.checkpoint, name, self._shapes[name], part, target)
 
 
-def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
+def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Ranges, target: Tensor) -> None:
     """Fill `target` with the elements `part` of a saved tensor, whose whole shape must be `shape`; raises Damaged."""
     found, wanted, used = 0, math.prod(map(len, part)), []
     for file, piece, position in checkpoint.pieces(tensor):

@@ -38,7 +38,7 @@ FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text 
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
-class Beginning(NamedTuple):
+class AnswerStart(NamedTuple):
     """Tokens after which an answer follows. `ends`: the token with which that one ends."""
 
     ids: list[int]
@@ -80,7 +80,7 @@ class Dataset(ABC):
         """Return the batch of `windows`, on any device, with the `masks` that a recipe asks for."""
         return masks.batch(windows, dropout_keys)
 
-    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+    def beginnings(self, count: int, positions: int) -> list[AnswerStart]:
         """Return at most `count` beginnings with which a model of so many positions can go on, held-out ones where
         there are any; none of data that do not say where an answer begins."""
         return []

@@ -16,7 +16,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.train.init_from.begin import dimensions
@@ -44,7 +44,7 @@ class TrainingSource(Source):
     values: Mapping[str, Any]
 
     @abstractmethod
-    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+    def read_moment(self, name: str, moment: str, part: Ranges) -> Tensor:
         """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
     def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:

@@ -275,7 +275,7 @@ class Loop:
             check_finite(step, "loss", loss or 0.0)
         optimizer.check(norm)
         check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
-        return self.after_step(stopping=stopping, loss=loss, mean_loss=mean, grad_norm=norm)
+        return self.after_step(stopping=stopping, loss=loss, interval_loss=mean, grad_norm=norm)
 
     def after_step(self, **figures: Any) -> AfterStep:
         """Return what observers see of the newest step."""

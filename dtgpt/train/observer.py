@@ -51,7 +51,7 @@ class AfterStep:
     must_end: Callable[[], bool]  # whether this rank has
     stopping: bool = False  # no step comes after this one in this process
     loss: float | None = None  # of the step; None where no token counted
-    mean_loss: float | None = None  # of the steps of the interval
+    interval_loss: float | None = None  # mean of the steps of the interval
     grad_norm: float = 0.0
 
 
@@ -157,7 +157,7 @@ class Progress(Observer):
         trainer, step, self._began = after.trainer, after.trainer.step, True
         recorded = self._is_recorded(step)
         metrics = {
-            **({} if after.mean_loss is None else {"loss": after.mean_loss}),
+            **({} if after.interval_loss is None else {"loss": after.interval_loss}),
             **({} if after.loss is None else {"step_loss": after.loss}),
             "grad_norm": after.grad_norm,
             "lr": trainer.optimizer.lr.item(),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import PART_NAMES, AnswerStart, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.documents.masks import document_bounds, reset_positions
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import has_weights, prefix_of
@@ -90,7 +90,7 @@ def packed_batch(windows: Tensor, dropout_keys: Tensor | None = None) -> Batch:
     )
 
 
-def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
+def chat_beginning(sequences: IndexedDataset, chat: int) -> AnswerStart | None:
     """Return a chat without its last answer, which is the last run of tokens that count; None where none counts. Where
     all of them count, it is the first token alone, and nothing says what ends an answer."""
     lengths = sequences.lengths[chat : chat + 1].astype(np.int64)
@@ -101,7 +101,7 @@ def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
         return None
     last = int(counted[-1])
     begin = int(np.flatnonzero(weights[:last] == 0)[-1]) + 1
-    return Beginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
+    return AnswerStart(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
 
 
 def permutation(key: Tensor, count: int) -> np.ndarray:
@@ -227,7 +227,7 @@ class ChatDataset(Dataset):
     def to_batch(self, windows: Tensor, masks: WindowMasks, dropout_keys: Tensor | None = None) -> Batch:
         return packed_batch(windows, dropout_keys)  # chats are kept apart in any case
 
-    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+    def beginnings(self, count: int, positions: int) -> list[AnswerStart]:
         part = self.valid if len(self.valid) else self.train
         found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
         return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))
