@@ -27,6 +27,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.checkpoint.verification", ("dtgpt.util.machine",)),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
+    ("dtgpt.train.sample_counts", ()),
     ("dtgpt.train.timers", ()),
     ("dtgpt.train.unfinished", ()),
     ("dtgpt.liveness", ()),

@@ -66,10 +66,8 @@ def recipe_of_run(
         file, asked = of_kind(file, kind), of_kind(asked, kind)
     _check_states(run, kind, asked.optimizer)
     kept = _kept_values(run, saved, {name: type_ for name, type_, *_ in leaves(file)}, given)
-    if "train_samples" in given:  # the run may have begun with a number of steps, which does not count any more
-        for name in {"steps", "optimizer.decay_samples"} - set(given):
-            kept.pop(name, None)
-        asked = asked if "steps" in given else replace(asked, steps=None)
+    for counts in seams.listed("sample_counts") if "train_samples" in given else ():
+        asked = counts.drop_steps(kept, asked, given)
 
     # Say what the file has otherwise than the run. A number of samples is held against the run's as steps.
     if file.train_samples is not None:

@@ -165,7 +165,8 @@ class Loop:
         restore(checkpoint, trainer, self.recipe.batch_sizes)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
-        _tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
+        for counts in seams.listed("sample_counts"):
+            counts.tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of the run.
@@ -323,17 +324,3 @@ def _is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) 
     if done > steps:
         say(OVER.format(run, counted(done, "step")))
     return done > steps
-
-
-def _tell_other_end(former: dict[str, Any], recipe: dict[str, Any], trainer: Trainer) -> None:
-    """Warn where another batch size than that of the `former` recipe lets the steps of a run end elsewhere than its
-    schedule in samples, beyond which the learning rate may be 0."""
-    end, steps, sizes = trainer.schedule.end, trainer.steps, ("global_batch_size", "rampup_batch_size")
-    seen, next_step = trainer.samples_before(steps), trainer.samples_before(steps + 1)
-    same_sizes = all(former.get(name) == recipe[name] for name in sizes)
-    if trainer.schedule.counts_samples and not same_sizes and not seen <= end < next_step:
-        say(
-            f"with another batch size, {counted(steps, 'step')} end after {counted(seen, 'sample')}, the schedule "
-            f"after {end}; to end there, give --train_samples {end}",
-            warning=True,
-        )

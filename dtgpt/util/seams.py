@@ -107,6 +107,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "observers": "what happens between steps: a function of log and steps that makes an `Observer`",
     "unfinished": "of what a start has left undone: a class that derives from `train.observer.Unfinished`",
     "former_starts": "keeps what a start was, when another one begins: see `run.folder.describe_run`",
+    "sample_counts": "of a run that goes on: `train.sample_counts.counts.SAMPLE_COUNTS`",
     "newest_runs": "of a name, for `resume=auto`: `run.newest.run.NEWEST`",
     "older_recipes": "of what recipe.json says, which it changes to what is written today",
     "kept_values": "of a run that goes on: says in which values its recipe file differs",
