@@ -141,6 +141,7 @@ def find_checkpoint(
         folders = [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1]
         return next((folder for folder in folders if folder not in tried), None)
 
+    # The newest first. One that any rank finds damaged gives way to the one before it, on all ranks together.
     while folder := mesh.on_rank_0(newest):
         if problem and tried[-1].is_dir():
             say(f"{problem}; going on from the checkpoint before it, {folder.name}", warning=True)

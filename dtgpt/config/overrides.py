@@ -67,6 +67,7 @@ def read_words(
     alone: list[str] = []
     options: Options = {}
     problems: list[str] = []
+    # What is wrong is gathered, and not raised at once: a user mends a whole command line in one go.
     for option, following in _apart(words):
         typed, equals, text = option.removeprefix("--").partition("=")
         name = typed.replace("-", "_")

@@ -246,6 +246,8 @@ class Recipe:
         if self.rampup_batch_size is not None:
             ramped = seams.first("rampups", "rampup_batch_size needs a capability for it; leave it out")
             make = partial(ramped, self.rampup_batch_size, self.global_batch_size)
+        # A checkpoint says after how many samples its step began, and not what sizes earlier steps had. Where these sizes
+        # make as many, they were these all along.
         all_along = make()
         return all_along if all_along.before(first_step) == first_sample else make(first_step, first_sample)
 
@@ -295,6 +297,7 @@ class Recipe:
         self.batch_sizes().check_plan(plan, self.model, micro, length)
         if part := seams.added("sums").get(self.reduce):
             seams.load(part).check_plan(plan)
+        # What capabilities cannot do under a plan, by values of the recipe, which the checks of a plan do not see.
         for rules in seams.listed("plan_rules", self):
             check_rules(rules, self, plan=plan)
 

@@ -1,5 +1,8 @@
 """What the values of a recipe may not be together, as tables of rules with the sentence of each.
 
+A reader of `Recipe` wants to see what a run is, and a reader of a refusal why: as branches of one function the refusals
+would hide each other, and the order in which they count.
+
 Bounds of one value stand in its annotation, and rules within a section in the section. Here are those that concern
 several sections, and the notes on values that are valid and yet not what a user may expect. `Recipe` asks the tables,
 and those of capabilities on a recipe under a plan, or on what this machine makes of it (`Settings`); a plan checks by

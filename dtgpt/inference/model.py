@@ -196,6 +196,7 @@ class Model:
         None on the other ranks."""
         told, kept = told_by_rank_0(self.mesh, prepare)
         need = Need(*told)
+        # A power of two, so that calls of about the same size share one engine, with its memory and its graphs.
         wanted = self._wanted or max(need.at_once, min(MOST_SLOTS, 1 << (need.rows - 1).bit_length()))
         if wanted > self._reserved:
             self._make_engine(wanted, needed=self._wanted or need.at_once)

@@ -58,6 +58,7 @@ def recipe_of_run(
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's. counted: returns a
     recipe with `steps` in place of `train_samples`, checked."""
     saved = read_recipe(run)
+    # The optimizer first: its kind decides which fields there are, and which states of the run it can take.
     kind = saved_value(saved, "optimizer.kind")
     kind = OptimizerConfig.kind if kind is ABSENT else kind
     if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
