@@ -246,8 +246,8 @@ class Recipe:
         if self.rampup_batch_size is not None:
             ramped = seams.first("rampups", "rampup_batch_size needs a capability for it; leave it out")
             make = partial(ramped, self.rampup_batch_size, self.global_batch_size)
-        # A checkpoint says after how many samples its step began, and not what sizes earlier steps had. Where these sizes
-        # make as many, they were these all along.
+        # A checkpoint says after how many samples its step began, and not what sizes earlier steps had. Where these
+        # sizes make as many, they were these all along.
         all_along = make()
         return all_along if all_along.before(first_step) == first_sample else make(first_step, first_sample)
 

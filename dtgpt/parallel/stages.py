@@ -23,7 +23,8 @@ def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
     """Return the blocks of each stage: as the plan says, or as a capability balances them, or about equally many."""
     number, layers = plan.num_stages, config.num_layers
     even = tuple((stage + 1) * layers // number - stage * layers // number for stage in range(number))
-    sizes = plan.blocks_per_stage or seams.ask("stage_cuts", lambda cut: cut(config, number)) or even
+    balanced = None if number == 1 else seams.ask("stage_cuts", lambda cut: cut(config, number))
+    sizes = plan.blocks_per_stage or balanced or even
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 

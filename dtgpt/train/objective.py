@@ -165,7 +165,8 @@ class LanguageModel(Objective):
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts
         self.num_sites = model.num_sites if model.dropout > 0 else 0  # of dropout, where any drops
-        self.batches = next(iter(seams.listed("batches")), Batches)(self.read, parts.mesh.device)
+        ahead = seams.listed("batches") if parts.mesh.device.type == "cuda" else []
+        self.batches = [*ahead, Batches][0](self.read, parts.mesh.device)
 
     def take(self, step: int) -> tuple[Batch, Tensor | None]:
         with self.parts.timers.measure("data", host=True):
