@@ -304,8 +304,8 @@ FAULTS = [
     Fault(
         "muon: q, k and v are orthogonalised as one matrix",
         "dtgpt/optim/muon/muon.py",
-        "pieces = shards.config.pieces(known[shard.name], config.per_head)",
-        "pieces = [(range(known[shard.name].shape[0]),)]",
+        "packed = pieces(shards.config, known[shard.name], config.per_head)",
+        "packed = [(range(known[shard.name].shape[0]),)]",
     ),
     Fault(
         "cp: ranks that share heads draw the masks of other ones",
