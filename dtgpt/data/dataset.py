@@ -25,7 +25,6 @@ from dtgpt.ops.random.philox import fold
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import to_device
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
@@ -265,5 +264,5 @@ class Batches:
         self.make, self.device = make, device
 
     def take(self, step: int) -> tuple[Tensor, ...]:
-        """Return the tensors of `step`. Never waits for the device."""
-        return tuple(to_device(tensor, self.device) for tensor in self.make(step))
+        """Return the tensors of `step`."""
+        return tuple(tensor.to(self.device) for tensor in self.make(step))

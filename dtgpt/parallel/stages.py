@@ -6,6 +6,7 @@ schedule (`dtgpt.parallel.pipeline`); validation and generation run them in turn
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from dtgpt.util import seams
 
 def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
     """Return the blocks of each stage: as the plan says, or as a capability balances them, or about equally many."""
-    number, layers = plan.num_stages, config.num_layers
-    even = tuple((stage + 1) * layers // number - stage * layers // number for stage in range(number))
-    balanced = None if number == 1 else seams.ask("stage_cuts", lambda cut: cut(config, number))
-    sizes = plan.blocks_per_stage or balanced or even
+    sizes = plan.blocks_per_stage or _sizes(config, plan.num_stages)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
+
+@cache
+def _sizes(config: ModelConfig, number: int) -> tuple[int, ...]:
+    balanced = None if number == 1 else seams.ask("stage_cuts", lambda cut: cut(config, number))
+    layers = config.num_layers
+    return balanced or tuple((at + 1) * layers // number - at * layers // number for at in range(number))
 
 
 def keep_stage(model: Decoder, stage: int, plan: Plan) -> Decoder:

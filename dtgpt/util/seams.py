@@ -189,6 +189,7 @@ def use(modules: Iterable[str]) -> None:
     global _modules
     _modules = tuple(modules)
     capabilities.cache_clear()
+    _parts.cache_clear()
 
 
 @cache
@@ -224,6 +225,10 @@ def ask(seam: str, question: Callable[[Any], Any]) -> Any:
 def listed(seam: str, given: Any = None) -> list[Any]:
     """Return the objects that capabilities add at a seam without names, imported: of those `When` some options are on,
     those that are on in `given`."""
-    parts = (part for capability in capabilities() for part in capability.parts[seam])
-    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in parts)
+    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in _parts(seam))
     return [load(part) for part in named if part]
+
+
+@cache  # a search for plans asks some seams thousands of times
+def _parts(seam: str) -> tuple[str | When, ...]:
+    return tuple(part for capability in capabilities() for part in capability.parts[seam])
