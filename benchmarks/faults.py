@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/models/batch.py",
+        "dtgpt/data/documents/masks.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),
@@ -304,8 +304,8 @@ FAULTS = [
     Fault(
         "muon: q, k and v are orthogonalised as one matrix",
         "dtgpt/optim/muon/muon.py",
-        "pieces = shards.config.pieces(known[shard.name], config.per_head)",
-        "pieces = [(range(known[shard.name].shape[0]),)]",
+        "packed = pieces(shards.config, known[shard.name], config.per_head)",
+        "packed = [(range(known[shard.name].shape[0]),)]",
     ),
     Fault(
         "cp: ranks that share heads draw the masks of other ones",

@@ -23,6 +23,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.ops.kernels.attention.cached import decode_attention
 from dtgpt.ops.kernels.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.kernels.decode.weights import BlockWeights
+from dtgpt.parallel.balanced_stages.cut import block_flops
 from dtgpt.parallel.cache_sizes import core_sizes
 
 CUDA = torch.device("cuda")
@@ -62,7 +63,7 @@ def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> N
 
 def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     """Print the times of a block's kernels and of the head, for each number of rows."""
-    layers = max(4, WEIGHTS // (2 * inventory(config).block_flops(0, 0) // 6))
+    layers = max(4, WEIGHTS // (2 * block_flops(inventory(config), 0, 0) // 6))
     modules = [part(config.make_block(0)) for _ in range(layers)]
     blocks: list[BlockWeights] = [decode_weights(module) for module in modules]
     head = decode_weights(part(config.make_head()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.ops.attention.core import AttentionRule, causal_attention, hidden_columns, split_qkv
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.window import spans_of_window

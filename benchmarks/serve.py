@@ -38,7 +38,7 @@ from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.hardware import environment
@@ -72,7 +72,7 @@ class RandomWeights(Source):
     def __init__(self, model: Decoder):
         self.config, self._parameters = model.config, unique_parameters(model)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         return cut(self._parameters[name].detach(), part).cpu()
 
 

@@ -6,23 +6,17 @@ are called, so that `dtgpt --help` answers at once. The core has two; capabiliti
 """
 
 import difflib
-import getpass
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from dtgpt.commands.command import HELP
-from dtgpt.run.signals import interrupt_imports, say_interrupted
 from dtgpt.util import seams
-from dtgpt.util.console import close_streams, prepare_streams, say, say_error
+from dtgpt.util.console import close_streams, prepare_streams, say, say_error, say_interrupted
 from dtgpt.util.errors import UserError, sentence_of, shown
 from dtgpt.util.seams import CommandEntry
-
-interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 COMMANDS = {  # of the core
     "train": CommandEntry(
@@ -84,11 +78,6 @@ def _command(words: list[str]) -> int:
         say(usage())
         return 0
     name, *rest = words
-    if name == "--version":
-        from dtgpt.util.hardware import describe_versions
-
-        say(describe_versions())
-        return 0
     known = commands()
     if name not in known:
         listed = [name for name, entry in known.items() if entry.usage]
@@ -103,7 +92,6 @@ def _exit(work: Callable[[], int]) -> None:
     prepare_streams()
     for watch in seams.listed("watches"):
         watch()
-    _name_user()
     try:
         _leave(work())
     except UserError as error:
@@ -124,14 +112,6 @@ def _exit(work: Callable[[], int]) -> None:
     _leave(2)
 
 
-def _name_user() -> None:
-    """Set $USER in containers where the user has no name: torch.compile and others name folders by it."""
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = f"uid{os.getuid()}"
-
-
 def _leave(code: int) -> None:
     """End the process; without Python's clean-up if it was in a process group, since a thread of gloo that outlives its
     group may abort the process during clean-up."""
@@ -150,29 +130,16 @@ def _say_once(sentence: str) -> None:
         time.sleep(RANK_0_FIRST)
         sentence = f"rank {rank}: {sentence}"
     say_error(f"dtgpt: {sentence}")
-    _hand_to_torchrun(f"dtgpt: {sentence}")
+    for tell in seams.listed("failures"):
+        tell(f"dtgpt: {sentence}")
 
 
-def _hand_to_torchrun(sentence: str) -> None:
-    """Let torchrun's report of the process that failed first end with `sentence`, in place of advice on tracebacks."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps(report))
-
-
-def _check_current_folder() -> None:
-    """Exit where the current folder was removed. torch ends a process there at its import, with a sentence about a
-    library that cannot be loaded."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
+# Here, and not in `main`: a recipe file imports torch, which takes seconds, before it calls anything.
+for begin in seams.listed("program_starts"):
+    if refused := begin():
         prepare_streams()
-        _say_once("the current folder was removed; go to one that exists (cd), and start again")
+        _say_once(refused)
         sys.exit(2)
-
-
-_check_current_folder()  # here, before a recipe file imports torch
 
 if __name__ == "__main__":
     main()

@@ -109,16 +109,16 @@ FOLDERS = {
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.optim.fp8"): "fp8>precision",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule checks>recipe_rules",
-    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open prefetch>dataset",
+    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open",
     ("dtgpt.data", "dtgpt.data.cached"): "cache>folders file_array",
     ("dtgpt.data.megatron", "dtgpt.data.cached"): "file_array",
     ("dtgpt.data", "dtgpt.data.prepare"): "documents",
-    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>open staging>shard_file tokenizer>open",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",
+    ("dtgpt.util", "dtgpt.util.machine"): "threads",
     ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
     ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
     ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
@@ -135,7 +135,8 @@ FOLDERS = {
     ("dtgpt.ops.norm", "dtgpt.ops"): "norm>norms residual>norms",
     ("dtgpt.ops.rotary", "dtgpt.ops"): "rotary>rotary_positions table>rotary_positions",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
-    ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
+    ("dtgpt.data", "dtgpt.data.documents"): "document_masks>masks",
+    ("dtgpt.data", "dtgpt.data.prefetched"): "prefetch>prefetcher",
     (
         "dtgpt.parallel",
         "dtgpt.parallel",
@@ -147,7 +148,8 @@ FOLDERS = {
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names>base",
+    ): "char>characters added_tokens bpe_files byte_level export folder libraries rank_files "
+    "sentencepiece_export special_names>base",
 }
 
 

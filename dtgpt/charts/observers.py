@@ -2,12 +2,16 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtgpt.charts.plot import plot_runs, sparkline
 from dtgpt.config.sections import LogConfig
 from dtgpt.run.records import Begun, Sink, read_records
-from dtgpt.train.observer import Observer, Past, Turn
+from dtgpt.train.observer import Observer, Turn
 from dtgpt.util.console import say
+
+if TYPE_CHECKING:
+    from dtgpt.train.unfinished.left import Past
 
 
 class LossPlot(Observer):
@@ -21,7 +25,7 @@ class LossPlot(Observer):
     def due(self, step: int) -> bool:
         return step == self._steps
 
-    def left(self, past: Past) -> bool:
+    def left(self, past: "Past") -> bool:
         picture, metrics = past.run / "loss.png", past.run / "metrics.jsonl"
         drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
         return bool(past.left or (past.records and not drawn and find_spec("matplotlib")))

@@ -7,6 +7,7 @@ than its own part and, for a moment, the pages of one piece of one tensor.
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from dtgpt.checkpoint.manifest import READERS, Checkpoint, list_checkpoints, ste
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap, verification
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.models.source import Ranges, Source, parameter_shapes
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown_name
-from dtgpt.util.threads import Threads
 
 FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
 
@@ -40,17 +41,17 @@ class Saved(Source):
             raise Damaged(checkpoint.folder, f"it has no block {last}")
         self._shapes = parameter_shapes(self.config)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         whole = tuple(map(range, self._shapes[name]))
         target = torch.empty([len(r) for r in part or whole])
         self.read_into(name, tuple(part or whole), target)
         return target
 
-    def read_into(self, name: str, part: Part, target: Tensor) -> None:
+    def read_into(self, name: str, part: Ranges, target: Tensor) -> None:
         read_part(self.checkpoint, name, self._shapes[name], part, target)
 
 
-def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
+def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Ranges, target: Tensor) -> None:
     """Fill `target` with the elements `part` of a saved tensor, whose whole shape must be `shape`; raises Damaged."""
     found, wanted, used = 0, math.prod(map(len, part)), []
     for file, piece, position in checkpoint.pieces(tensor):
@@ -109,8 +110,10 @@ def fill_shards(shards: Shards, load: Callable[[Shard], object], threads: int = 
     cuda = shards.mesh.device.type == "cuda"  # where threads queue on another stream than the run
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)
-    with Threads(threads) as pool:
-        list(pool.map(one, shards))
+    # Several at a time, where a capability has threads: a disk answers the slower, the fewer ask it.
+    pool = next(iter(seams.listed("executors")), None)
+    with nullcontext() if pool is None else pool(threads) as several:
+        list((map if several is None else several.map)(one, shards))
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)
     shards.publish()
@@ -138,6 +141,7 @@ def find_checkpoint(
         folders = [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1]
         return next((folder for folder in folders if folder not in tried), None)
 
+    # The newest first. One that any rank finds damaged gives way to the one before it, on all ranks together.
     while folder := mesh.on_rank_0(newest):
         if problem and tried[-1].is_dir():
             say(f"{problem}; going on from the checkpoint before it, {folder.name}", warning=True)

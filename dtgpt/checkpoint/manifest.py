@@ -31,8 +31,8 @@ from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, ve
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import FIRST, ModelConfig, describe_class, is_users, saved_class
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.hardware import package_versions
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
 
 FORMAT = "dtgpt checkpoint"
@@ -184,7 +184,7 @@ def describe_model(config: ModelConfig) -> dict[str, Any]:
         **describe_class(type(config)),
         "model": asdict(config),
         "padded_vocab_size": config.padded_vocab_size,
-        "versions": package_versions(),
+        "versions": {name: value for of_packages in seams.listed("versions") for name, value in of_packages().items()},
     }
 
 

@@ -88,7 +88,7 @@ def open_source(
         if path.is_symlink():
             raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {list_known()}")
         raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {list_known()}')}")
-    if is_own(path):
+    if is_of_dtgpt(path):
         checkpoint = open_checkpoint(path, mesh, own)
         found = (form.completed(path, checkpoint, mesh, own) for form in formats())
         return next((source for source in found if source is not None), None) or Saved(checkpoint)
@@ -106,7 +106,7 @@ def list_known() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def is_own(path: Path) -> bool:
+def is_of_dtgpt(path: Path) -> bool:
     """Return whether `path` is a run folder or a checkpoint of dtgpt."""
     return (path / STATE).is_file() or (path / "recipe.json").is_file()
 

@@ -10,7 +10,7 @@ from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.checkpoint.open import check_recipe
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
-from dtgpt.config.overrides import Options, as_words, take
+from dtgpt.config.overrides import Options, take
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
@@ -26,6 +26,7 @@ from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
+from dtgpt.util.shared.option_words import as_words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from dtgpt.compare.pairing import distance, norm
 from dtgpt.compare.shared_state import WEIGHT, held
 from dtgpt.compare.trace import FP8_EPS, Key, Recorder, Trace, file_of, uncompiled
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.shared.attention_backend import attention_backend
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.trainer import Trainer
@@ -83,7 +84,7 @@ def repeat_step(trainer: Trainer, begin: Snapshot, file: Path) -> OwnFault | Non
     which the two differ."""
     end, settings = Snapshot(trainer), trainer.settings
     # The kernels of sdpa on GPUs add up gradients in any order.
-    rounds = settings.attention_backend == "sdpa" and trainer.mesh.device.type == "cuda"
+    rounds = attention_backend(settings) == "sdpa" and trainer.mesh.device.type == "cuda"
     begin.restore(trainer)
     trainer.step -= 1
     repeat = Repeat(Trace(file_of(file, "0")), math.sqrt(eps_of(trainer)) if rounds else 0.0)

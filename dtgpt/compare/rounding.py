@@ -10,6 +10,7 @@ from torch import Tensor
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import Role, role_of
+from dtgpt.models.shared.packed import pieces
 
 
 def comparable(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def comparable(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     if kind == "bias" and config.learns_positions:
         heads = tensor.reshape(-1, config.num_heads // core.kv_heads + 2, core.head_dim)
         return torch.cat([heads[:, :-2], heads[:, -1:]], dim=1)
-    packed = config.pieces(Parameter(name, tuple(tensor.shape), Role.QKV, block))
+    packed = pieces(config, Parameter(name, tuple(tensor.shape), Role.QKV, block))
     if core.window != 1 or len(packed) == 1:  # of an adapter
         return tensor
     return torch.cat([tensor[rows.start : rows.stop] for rows in packed[-1]])

@@ -17,10 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dtgpt.config.execution import Settings
+from dtgpt.models.shared.attention_backend import attention_backend
 from dtgpt.run.records import has_step
 from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import device_name
 from dtgpt.util.storage import atomic_file, parse_json, read_regular
 
 STARTS = "starts.jsonl"
@@ -40,15 +44,15 @@ def keep_start(
         # What was decided for this machine, by the names of the recipe's fields.
         "micro_batch_size": settings.micro_batch_size,
         "precision": settings.precision,
-        "attention": settings.attention_backend,
+        "attention": attention_backend(settings),
         "recompute": settings.recompute,
         "recompute_blocks": settings.recompute_blocks,
         "reduce": settings.reduce,
         "compile": settings.compile,
         "graph": settings.graphs,
-        "device": environment["device"],
-        "torch": environment["packages"]["torch"],
-        "git": environment["git"],
+        "device": device_name(settings.device),
+        "torch": torch.__version__,
+        "git": environment.get("git"),
         "code": code_digest(environment["code"]),
         "data": environment["data"]["digest"],
         "tokenizer": environment["data"]["tokenizer"],

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.compare.history import HELD_OUT, TRAINING, Curve, Curves, Run, open_run_or_metrics
-from dtgpt.config.overrides import value_text
 from dtgpt.data.dataset import PERPLEXITIES
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.shared.option_words import value_text
 
 GIVEN = "--tolerance"  # of the command line
 NAMES = {

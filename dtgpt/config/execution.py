@@ -7,22 +7,23 @@ that need not exist.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import Added, OptimizerConfig, Rows, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Core, inventory
-from dtgpt.ops.attention.core import Backend, Case, backend_for
-from dtgpt.util.console import counted, say
+from dtgpt.ops.attention.core import Backend
+from dtgpt.util import seams
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import why_no_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
-SCORES: tuple[Backend, ...] = ("explicit", "fused_softmax")  # which keep scores for backward
-Recompute = Literal["none", "selective", "around_attention", "full"]
+if TYPE_CHECKING:  # type checkers do not see what capabilities add
+    Recompute = str
+else:
+    Recompute = Literal[("none", *seams.added("recomputes"))]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 512  # sequences that are generated at the same time
 
@@ -100,40 +101,6 @@ class Settings:
         """Whether modules hold 16-bit weights beside fp32 masters."""
         return self.dtype.itemsize < 4 and self.plan.narrows_weights
 
-    @property
-    def repeats_blocks(self) -> bool:
-        """Whether each step computes blocks again in backward, with or without their attention."""
-        return self.recompute in ("around_attention", "full")
-
-    def repeats(self, index: int) -> bool:
-        """Return whether what `recompute` names is computed again in a block, given by its place in its stage."""
-        return self.recompute != "none" and (self.recompute_blocks is None or index < self.recompute_blocks)
-
-    @property
-    def attention_backend(self) -> Backend:
-        """The back end of a training step."""
-        return self._backend_for(self.model.head_dim)
-
-    def backend_of(self, core: Core) -> Backend:
-        """The back end of an attention core in a training step: that of the run, unless the core has a rule which this
-        does not know."""
-        return self._backend_for(core.head_dim, core.softcap, core.sinks)
-
-    @property
-    def scores_backend(self) -> Backend | None:
-        """A back end of an attention core that keeps scores for backward; None where none does."""
-        backends = {self.backend_of(core) for core in inventory(self.model).kinds_of_cores()}
-        return next((each for each in SCORES if each in backends), None)
-
-    @property
-    def recomputes(self) -> list[Recompute]:
-        """What may be computed again to save memory, the least first."""
-        return ["none", "selective" if self.scores_backend else "around_attention", "full"]
-
-    def _backend_for(self, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
-        case = Case(self.device, self.dtype, head_dim, self.model.dropout > 0, softcap, sinks)
-        return backend_for(case, self.attention)
-
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Return the device of this process of its node. `wanted`: auto, cpu or cuda; raises UserError where CUDA is asked
@@ -167,17 +134,3 @@ def choose_graphs(wanted: Switch, device: torch.device, plan: Plan) -> bool:
     if wanted == "on" and device.type != "cuda":
         raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
     return device.type == "cuda" and wanted != "off" and not plan.asks_host
-
-
-def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan, here: bool = True) -> bool:
-    """Return whether to compile. A replayed step has nothing to gain: all operations between the matrices are fused
-    already. `auto` leaves out cp, which gains nothing by it either (docs/long_context.md). Raises UserError where the
-    recipe asks for it and it cannot work `here`; where it is only the default, say that training runs eagerly."""
-    if wanted == "auto" and (device.type != "cuda" or plan.splits_backward or plan.asks_host or plan.cp > 1 or graphs):
-        return False
-    reason = why_no_compiler(device) if here and wanted != "off" else None
-    if reason and wanted == "on":
-        raise UserError(f"compile=on, but {reason}; install it, or use --compile off")
-    if reason:
-        say(f"{reason}: training runs without torch.compile, slower", warning=True)
-    return wanted != "off" and reason is None

@@ -67,6 +67,7 @@ def read_words(
     alone: list[str] = []
     options: Options = {}
     problems: list[str] = []
+    # What is wrong is gathered, and not raised at once: a user mends a whole command line in one go.
     for option, following in _apart(words):
         typed, equals, text = option.removeprefix("--").partition("=")
         name = typed.replace("-", "_")
@@ -126,18 +127,6 @@ def replace_values(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         config = _replace(config, name, value)
     return config
-
-
-def value_text(value: Any) -> str:
-    """Return a value as it is written on a command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)
-
-
-def as_words(options: Options) -> list[str]:
-    """Return the words of a command line that give these options."""
-    return [word for name, values in options.items() for word in (f"--{name}={values[0]}", *values[1:])]
 
 
 def describe_type(type_: Any) -> str:

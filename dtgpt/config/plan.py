@@ -51,15 +51,8 @@ class Plan:
         cut = self.blocks_per_stage
         if cut is not None and not (isinstance(cut, tuple | list) and all(type(n) is int for n in cut)):
             raise UserError(f"blocks_per_stage={shown(cut)} is not a tuple of whole numbers; use one such as (14, 10)")
-        if not isinstance(self.table, Mapping) or not all(isinstance(key, str) for key in self.table):
-            raise UserError(f"table={shown(self.table)} is not a dict; use one such as {{'blocks.*': None}}")
-        for pattern, style in self.table.items():
-            parts = style, *(getattr(style, f"prepare_module_{end}", None) for end in ("input", "output"))
-            if any(getattr(part, "use_local_output", True) is False for part in parts):
-                raise UserError(
-                    f"table gives {pattern!r} a style that makes DTensors of activations, but modules take local "
-                    "tensors; set use_local_output=True (and use_local_input=True) in that style"
-                )
+        for check in seams.listed("own_tables") if self.table != {} else ():
+            check(self.table)
 
     @property
     def world(self) -> int:

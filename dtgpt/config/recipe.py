@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.execution import Recompute, Settings, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, parse_alternatives, resolve
-from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
+from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, RULES
 from dtgpt.config.schedule import BatchSizes, Schedule, schedules
 from dtgpt.config.sections import (
     Added,
@@ -246,6 +246,8 @@ class Recipe:
         if self.rampup_batch_size is not None:
             ramped = seams.first("rampups", "rampup_batch_size needs a capability for it; leave it out")
             make = partial(ramped, self.rampup_batch_size, self.global_batch_size)
+        # A checkpoint says after how many samples its step began, and not what sizes earlier steps had. Where these
+        # sizes make as many, they were these all along.
         all_along = make()
         return all_along if all_along.before(first_step) == first_sample else make(first_step, first_sample)
 
@@ -295,12 +297,16 @@ class Recipe:
         self.batch_sizes().check_plan(plan, self.model, micro, length)
         if part := seams.added("sums").get(self.reduce):
             seams.load(part).check_plan(plan)
-        check_rules(PLAN_RULES, self, plan=plan)
+        # What capabilities cannot do under a plan, by values of the recipe, which the checks of a plan do not see.
+        for rules in seams.listed("plan_rules", self):
+            check_rules(rules, self, plan=plan)
 
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
         graphs, added = choose_graphs(self.graph, device, plan), precision_of(self.precision)
+        needs = "compile=on needs a capability, which is not here; use --compile off"
+        compilers = [seams.first("compilers", needs)] if self.compile == "on" else seams.listed("compilers")
         if added is not None and here:
             added.check_device(device)
         made = Settings(
@@ -315,7 +321,7 @@ class Recipe:
             recompute=self.recompute,
             recompute_blocks=self.recompute_blocks,
             reduce=self.reduce,
-            compile=added is None and choose_compiler(self.compile, device, graphs, plan, here),
+            compile=added is None and any(choose(self.compile, device, graphs, plan, here) for choose in compilers),
             graphs=graphs,
             products=None if added is None else self.precision,
             masks_documents=self.data.reset_attention_mask,
@@ -326,7 +332,8 @@ class Recipe:
             seams.load(part).check_settings(made)
         for section in self.sections:
             section.check_settings(made)
-        check_rules(SETTINGS_RULES, made)
+        for rules in seams.listed("settings_rules", self):
+            check_rules(rules, made)
         return made
 
     def planned_choice(self, world: int | None) -> PlanChoice:

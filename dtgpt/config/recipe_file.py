@@ -11,7 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib.machinery import SourceFileLoader
 from os import PathLike
@@ -70,36 +70,13 @@ def load_module(path: Path) -> ModuleType:
     module = ModuleType(name)
     module.__file__, module.__package__ = str(path), ""  # of no package, as a program
     sys.modules[name] = module  # which dataclasses and type hints look up
-    _import_beside(path.resolve().parent)
+    for enter in seams.listed("recipe_folders"):
+        enter(path.resolve().parent)
     with _errors_of(path):
         loader.exec_module(module)
     if not callable(getattr(module, "recipe", None)):
         raise UserError(f"{path} is not a recipe: it defines no function recipe()")
     return module
-
-
-_before: dict[Path, set[str]] = {}  # by folder of recipe files: the modules that were there before its own
-
-
-def _import_beside(folder: Path) -> None:
-    """Let a recipe file, and what it calls later, import modules of its folder, as `python RECIPE.py` does. Those of
-    another folder are forgotten: two recipes may have a `model.py` each."""
-    for other in _before.keys() - {folder}:
-        before = _before.pop(other)
-        for root in {name.partition(".")[0] for name in sys.modules.keys() - before} - before:
-            if _is_beside(other, sys.modules.get(root)):
-                for name in [name for name in sys.modules if name.partition(".")[0] == root]:
-                    del sys.modules[name]
-        with suppress(ValueError):
-            sys.path.remove(str(other))
-    if folder not in _before:
-        sys.path.insert(0, str(folder))
-        _before[folder] = set(sys.modules)
-
-
-def _is_beside(folder: Path, module: ModuleType | None) -> bool:
-    places = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
-    return any(Path(place).parent == folder for place in places if place)
 
 
 @contextmanager

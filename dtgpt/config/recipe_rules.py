@@ -1,19 +1,18 @@
 """What the values of a recipe may not be together, as tables of rules with the sentence of each.
 
+A reader of `Recipe` wants to see what a run is, and a reader of a refusal why: as branches of one function the refusals
+would hide each other, and the order in which they count.
+
 Bounds of one value stand in its annotation, and rules within a section in the section. Here are those that concern
-several sections, a plan, or what this machine makes of the recipe (`Settings`), and the notes on values that are valid
-and yet not what a user may expect. `Recipe` asks the tables; a plan checks by itself what no recipe changes
-(`dtgpt.config.plan`).
+several sections, and the notes on values that are valid and yet not what a user may expect. `Recipe` asks the tables,
+and those of capabilities on a recipe under a plan, or on what this machine makes of it (`Settings`); a plan checks by
+itself what no recipe changes (`dtgpt.config.plan`).
 """
 
 from dtgpt.config.plan_choice import AUTO
 from dtgpt.config.schedule import schedules
-from dtgpt.models.config import ModelConfig
-from dtgpt.util.console import duration, parameters
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
-LARGE_FOR_A_CPU = 50_000_000  # parameters
-CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
 
 
@@ -99,47 +98,6 @@ RULES: Rules = (
     ),
 )
 
-# Under a plan, `plan`, that computes gradients of weights apart from those of activations.
-PLAN_RULES: Rules = (
-    Rule(
-        "recompute_blocks={recompute_blocks}, but the schedule {plan.schedule} recomputes all blocks or none; leave it "
-        "out or use another schedule",
-        Given("recompute_blocks"),
-        Given("plan.splits_backward"),
-    ),
-    Rule(
-        "recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, and what "
-        "attention gave is kept for one; use --recompute full or another schedule",
-        Is("recompute", "==", "around_attention"),
-        Given("plan.splits_backward"),
-    ),
-    Rule(
-        "compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which torch.compile "
-        "cannot; use --compile off or another schedule",
-        Is("compile", "==", "on"),
-        Given("plan.splits_backward"),
-    ),
-    *(
-        Rule(
-            f"{option}=on, but under {{plan.name}} the host reads in each step how many rows go to which experts; use "
-            f"--{option} off, or a plan without ep",
-            Is(option, "==", "on"),
-            Given("plan.asks_host"),
-        )
-        for option in ("graph", "compile")
-    ),
-)
-
-# Of `Settings`.
-SETTINGS_RULES: Rules = (
-    Rule(
-        "recompute=around_attention, but attention is {scores_backend} here, which keeps scores for backward beside "
-        "its output; use --attention flash, or sdpa without dropout, or --recompute full",
-        Is("recompute", "==", "around_attention"),
-        Given("scores_backend"),
-    ),
-)
-
 # Of a recipe with a `choice` of a plan on a kind of `device`; length: that of the run, in the schedule's unit.
 NOTES: Rules = (
     Rule(
@@ -181,15 +139,3 @@ NOTES: Rules = (
         Is("device", "==", "cpu"),
     ),
 )
-
-
-def large_for_a_cpu(model: ModelConfig, global_batch_size: int, seq_length: int) -> str | None:
-    """Return a caution where a model is so large that a CPU takes minutes for a step."""
-    if model.num_parameters < LARGE_FOR_A_CPU:
-        return None
-    tokens = global_batch_size * seq_length
-    time = duration(model.flops_per_token(seq_length) * tokens / CPU_FLOPS)
-    return (
-        f"a model of {parameters(model.num_parameters)} on a CPU: a step of {tokens:,} tokens takes about {time} at "
-        "0.1 TFLOP/s; use a GPU, or a small model such as recipes/gpt2_tiny.py"
-    )

@@ -2,15 +2,13 @@
 
 A run must see the same samples whatever its plan is and wherever it goes on, or its loss curve would change. Sample i
 of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any number of
-devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A batch is read
-while the device computes the one before."""
+devices, any micro-batch size and after a resume. Validation windows lie side by side and never change."""
 
 import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -22,7 +20,7 @@ from torch import Tensor
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.models.batch import Batch, WindowMasks
 from dtgpt.ops.random.philox import fold
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
@@ -39,7 +37,7 @@ FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text 
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
-class Beginning(NamedTuple):
+class AnswerStart(NamedTuple):
     """Tokens after which an answer follows. `ends`: the token with which that one ends."""
 
     ids: list[int]
@@ -77,11 +75,11 @@ class Dataset(ABC):
     def held_out(self, part: HeldOutPart, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
 
-    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+    def to_batch(self, windows: Tensor, masks: WindowMasks, dropout_keys: Tensor | None = None) -> Batch:
         """Return the batch of `windows`, on any device, with the `masks` that a recipe asks for."""
         return masks.batch(windows, dropout_keys)
 
-    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+    def beginnings(self, count: int, positions: int) -> list[AnswerStart]:
         """Return at most `count` beginnings with which a model of so many positions can go on, held-out ones where
         there are any; none of data that do not say where an answer begins."""
         return []
@@ -258,27 +256,13 @@ def bits_per_byte(nats: float, bytes_: float) -> float | None:
 Make = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step on the CPU
 
 
-class Prefetcher:
-    """The tensors of a step on the device. With CUDA a thread prepares those of the next step in pinned memory; where
-    no thread can be started, each step's are prepared when they are taken."""
+class Batches:
+    """The tensors of a step on the device, made when they are taken. A capability makes those of the next step
+    meanwhile."""
 
     def __init__(self, make: Make, device: torch.device):
         self.make, self.device = make, device
-        self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
-        self._next: tuple[int, Future] | None = None
 
     def take(self, step: int) -> tuple[Tensor, ...]:
-        """Return the tensors of `step`, and begin with the next step. Never waits for the device."""
-        if self.device.type == "cpu" and self._thread is None:
-            return self.make(step)
-        begun, self._next = self._next, None
-        pinned = begun[1].result() if begun and begun[0] == step else self._pinned(step)
-        if self._thread is not None:
-            try:
-                self._next = step + 1, self._thread.submit(self._pinned, step + 1)
-            except RuntimeError:  # the system refuses the thread, which only the first call starts
-                self._thread = None
-        return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
-
-    def _pinned(self, step: int) -> tuple[Tensor, ...]:
-        return tuple(tensor.pin_memory() for tensor in self.make(step))
+        """Return the tensors of `step`."""
+        return tuple(tensor.to(self.device) for tensor in self.make(step))

@@ -10,20 +10,14 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
-
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, load_dataset
 from dtgpt.data.tokenizers.open import check_named_once, makes
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import changed_fields
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, broken, check_rules
 
-LOOKED_AT = 64  # samples that are read at a time
 # Of `DataConfig`. Beside its fields: `meant`, the kind of tokenizer that `auto` means; `is_text`; the `vocab_size` of
 # the model; `weights`, where they, and so the vocabulary, are from, None for new ones.
 TOKENIZER_RULES: Rules = (
@@ -87,14 +81,6 @@ UNUSED_BY_TEXTS: Rules = (
         Changed("bpe_vocab_size"),
         Is("tokenizer", "!=", "bpe"),
         remedy=lambda data: data.tokenizer_file or data.tokenizer,
-    ),
-)
-END_RULES: Rules = (  # known: the tokenizer of the data
-    Rule(
-        "data.{field}=on needs an end of text between documents, which the tokenizer {known.name} does not have; leave "
-        "it out",
-        Given("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-        Is("known.end_of_text", "==", None),
     ),
 )
 
@@ -214,23 +200,3 @@ def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> N
     check_named_once("gpt2", data.vocab_file, data.merge_file)
     meant, is_text = with_tokenizer(data, vocab_size).tokenizer, format_of(data.path) is None
     check_rules(TOKENIZER_RULES, data, meant=meant, is_text=is_text, vocab_size=vocab_size, weights=model)
-
-
-def check_ends(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for an option about documents where the tokenizer has no end of text between them."""
-    check_rules(END_RULES, data, known=tokenizer)
-
-
-def check_counted(dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
-    """Raise UserError where all tokens of so many samples are ends of text, after which nothing counts."""
-    end = dataset.tokenizer.end_of_text
-    assert end is not None  # `check_ends` has refused the option for other tokenizers
-    key = fold(root_key(seed), "data")
-    for first in range(0, samples, LOOKED_AT):  # of which the first ones say so for nearly all texts
-        windows = dataset.windows(torch.arange(first, min(first + LOOKED_AT, samples)), seq_length, key)
-        if windows[:, :-1].ne(end).any():
-            return
-    raise UserError(
-        f"all tokens of {dataset.source} are ends of text, after which data.eod_mask_loss lets nothing count; leave it "
-        "out, or give another text"
-    )

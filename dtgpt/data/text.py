@@ -118,7 +118,7 @@ def split_documents(documents: list[str], held_out: float) -> tuple[list[str], l
     budget = round(held_out * sum(map(len, documents)))
     if budget == 0:
         return documents, []
-    train, valid = list(documents), []
+    train, valid = list(documents), []  # from the end on, so that the training text is a beginning of the whole
     while budget > 0:
         document = train.pop()
         if len(document) <= budget and train:

@@ -26,7 +26,7 @@ from dtgpt.tools.results import check_output, write_results
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
-from dtgpt.util.threads import Threads
+from dtgpt.util.machine.threads import Threads
 
 
 @dataclass(frozen=True, kw_only=True)

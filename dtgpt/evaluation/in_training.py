@@ -1,6 +1,7 @@
 """Tasks with known answers that a run measures between its steps, with the stages that it trains."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,11 +11,14 @@ from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
 from dtgpt.inference.request import NotFinite
 from dtgpt.parallel.context_parallel.slices import whole_samples
-from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
+from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.as_loaded import as_loaded
+
+if TYPE_CHECKING:
+    from dtgpt.train.unfinished.left import Past
 
 
 def tasks_of(log: LogConfig) -> list[Asked]:
@@ -66,7 +70,7 @@ class TaskEvaluation(Observer):
             )
             after.report.figures(after.trainer.step, figures, *lines)
 
-    def left(self, past: Past) -> bool:
+    def left(self, past: "Past") -> bool:
         measured = {name.partition("/")[0] for record in past.records for name in record if "/" in name}
         return not measured.issuperset(asked.task.name for asked in self._asked)
 

@@ -24,7 +24,6 @@ from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.request import NotFinite, PromptJob
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
 from dtgpt.parallel.cache_sizes import bytes_per_slot, slots_on_every_rank
 from dtgpt.parallel.inference import inference_stages
@@ -32,7 +31,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
 
-GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
 
 P = TypeVar("P")  # what rank 0 has read of a call
@@ -109,9 +107,7 @@ class Model:
         """The ids that rules look for."""
         saved = self._saved_tokenizer
         ends = ends_of(self.path, saved, self.config.vocab_size).ids
-        if saved is None and self.config.vocab_size == GPT2_124M.vocab_size:
-            return GPT2_IDS._replace(ends=ends)
-        return special_ids(saved, ends) if saved is not None and saved.spells else SpecialIds(ends)
+        return special_ids(saved, ends, self.config.vocab_size)
 
     def check(self, job: PromptJob) -> None:
         """Raise UserError for a job that this model can never do."""
@@ -200,6 +196,7 @@ class Model:
         None on the other ranks."""
         told, kept = told_by_rank_0(self.mesh, prepare)
         need = Need(*told)
+        # A power of two, so that calls of about the same size share one engine, with its memory and its graphs.
         wanted = self._wanted or max(need.at_once, min(MOST_SLOTS, 1 << (need.rows - 1).bit_length()))
         if wanted > self._reserved:
             self._make_engine(wanted, needed=self._wanted or need.at_once)

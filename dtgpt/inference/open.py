@@ -24,6 +24,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import check_device
@@ -109,7 +110,7 @@ def notes_on(plan: ResolvedPlan) -> list[str]:
     """Return what the user of a plan should know of it where a model is loaded."""
     ignored = [f"ZeRO-{plan.zero}"] if plan.zero else []
     ignored += ["sequence parallelism"] if plan.sequence_parallel else []
-    ignored += ["expert parallelism"] if plan.ep > 1 else []
+    ignored += [words for degree, words in seams.added("idle_degrees").items() if getattr(plan, degree) > 1]
     return [f"inference ignores {' and '.join(ignored)} of the plan {plan.name}"] if ignored else []
 
 

@@ -49,11 +49,11 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
     )
 
 
-def special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> SpecialIds:
-    """Return the ids that rules look for, None where no single token spells one. `ends`: that end the
-    model's texts."""
-    newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
-    return SpecialIds(tuple(ends), newline, double_newline, colon)
+def special_ids(tokenizer: Tokenizer | None, ends: Sequence[int], vocab_size: int = 0) -> SpecialIds:
+    """Return the ids that rules look for, None where no single token spells one. `ends`: that end the model's texts.
+    vocab_size: of a model whose tokenizer is not known."""
+    found = [find(tokenizer, vocab_size) for find in seams.listed("special_ids")]
+    return SpecialIds(tuple(ends), **{name: token for ids in found for name, token in ids.items()})
 
 
 class TextStream(Protocol):
@@ -79,25 +79,10 @@ def text_stream(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> TextStream:
     if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
         stream: TextStream = _Bytes(tokenizer)
     else:
-        stream = [*seams.listed("text_streams"), _Single][0](tokenizer)
+        missing = f"the tokens of {tokenizer.name} are no bytes, and no capability here makes text of them"
+        stream = seams.first("text_streams", missing)(tokenizer)
     stream.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
     return stream
-
-
-class _Single:
-    """Decode each token by itself: of the tokenizers that the core has, characters alone come here."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def skip(self, prompt: Sequence[int]) -> None:
-        """Leave out what the prompt says; nothing depends on it."""
-
-    def extend(self, ids: Iterable[int]) -> str:
-        return "".join(self._tokenizer.decode([i]) for i in ids)
-
-    def finish(self) -> str:
-        return ""
 
 
 class _Bytes:
@@ -120,18 +105,6 @@ class _Bytes:
     def finish(self) -> str:
         text, self._held = self._held.decode(errors="replace"), b""
         return text
-
-
-def token_of(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the token that spells `text` within other text; None where no single token does."""
-    for before in ("a", ""):
-        try:
-            opening, ids = tokenizer.encode(before), tokenizer.encode(before + text)
-        except UserError:  # a vocabulary of characters, without one of these
-            continue
-        same = ids[:-1] == opening and text_stream(tokenizer, opening).extend(ids[-1:]) == text
-        return ids[-1] if same else None
-    return None
 
 
 def segments(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:

@@ -20,7 +20,7 @@ from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.foreign import reading
 from dtgpt.interop.pickles import check_distinct, open_bare_pickle, open_embedded
 from dtgpt.models.inventory import Shape
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import open_regular
 
@@ -77,7 +77,7 @@ class DistributedFolder:
                     self.tensors[name] = _stored(name, about, places)
         _check_places(self.folder, places.values())
 
-    def read(self, name: str, part: Part) -> Tensor:
+    def read(self, name: str, part: Ranges) -> Tensor:
         """Return the elements of a tensor with the global indices `part`, in the type of the file. Raise UserError for
         a damaged file."""
         stored = self.tensors[name]

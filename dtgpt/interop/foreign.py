@@ -15,7 +15,7 @@ from dtgpt.models.config import ModelConfig, class_of, is_users
 from dtgpt.models.inventory import Shape
 from dtgpt.models.rotary import GLOBAL, LOCAL, MOST_KINDS
 from dtgpt.models.shared.foreign import cut, has_vocabulary, is_finite, without_padding
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.rules import Given, Is, Missing, Other, Rule, Rules, check_rules
@@ -107,7 +107,7 @@ def untied(place: Path) -> UserError:
     )
 
 
-def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | None) -> Tensor:
+def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
     """Return dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own: `stored` may be mapped from a
     file, and a table has any number of rows of padding."""
     if not has_vocabulary(name, config):
@@ -178,7 +178,7 @@ class Watched(Source):
         self.config, self.notes, self._source = source.config, source.notes, source
         self._broken: dict[str, None] = {}  # names in order
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         values = self._source.read(name, part)
         if not is_finite(without_padding(values, name, self.config, part[0].start if part else 0)):
             self._broken[name] = None

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill_shards, states_to_fill
-from dtgpt.config.overrides import replace_values, value_text
+from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.train.init_from.begin import dimensions
 from dtgpt.train.start import checked, with_steps
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import value_text
 
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer
@@ -43,7 +44,7 @@ class TrainingSource(Source):
     values: Mapping[str, Any]
 
     @abstractmethod
-    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+    def read_moment(self, name: str, moment: str, part: Ranges) -> Tensor:
         """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
     def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:

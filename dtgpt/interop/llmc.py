@@ -17,7 +17,7 @@ from torch import Tensor
 from dtgpt.interop.foreign import as_parameter, checked, reading
 from dtgpt.interop.hf.gpt2 import reorder_qkv
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.models.source import Ranges, Source, parameter_shapes
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 from dtgpt.util.storage import open_regular
 
@@ -68,7 +68,7 @@ class LLMC(Source):
         sizes = {"path": path, "rows": rows, "vocabulary": vocabulary, "size": size, "wanted": wanted}
         check_rules(SIZE_RULES, sizes)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         start, shape = self._layout[re.sub(r"^blocks\.\d+", "blocks.0", name)]
         if name.startswith("blocks."):
             start += int(name.split(".")[1]) * math.prod(shape)

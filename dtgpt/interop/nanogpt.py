@@ -12,7 +12,7 @@ from dtgpt.interop.hf.gpt2 import GPT_2, reorder_qkv
 from dtgpt.interop.keys import Key, Keys, check_keys, is_flag, whole_number
 from dtgpt.interop.pickles import Checksums, open_pickle
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, iterate_shapes
+from dtgpt.models.source import Ranges, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
@@ -59,7 +59,7 @@ class NanoGPT(Source):
             if not alike or (apart and not torch.equal(*map(self._checksums.check, (output, stored)))):
                 raise untied(path)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         (plain,) = GPT_2.stored_names(name, self.config)
         stored = self._tensors.get(plain)
         if stored is None:  # a bias

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.shared.folders import atomic_folder
 from dtgpt.util.shared.output_files import leftovers_of
-from dtgpt.util.storage import FileLock, Held, atomic_folder, remove_tree
+from dtgpt.util.storage import FileLock, Held, remove_tree
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.inventory import Parameter, Rows, Shape, inventory
+from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.roles import ROWS, Role, Roles, patterns_of, role_of
 from dtgpt.util import seams
 from dtgpt.util.console import listed
@@ -105,26 +105,6 @@ class ModelConfig(ABC):
         """Return what tells the kind of block `index`: blocks with equal kinds have the same modules and shapes. By
         default all are of one kind."""
         return None
-
-    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
-        """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole
-        weight. per_head: one matrix for each head of queries, keys and values. The rows of a stack of matrices
-        `[E, rows, columns]` are counted from its first one on."""
-        rows = parameter.shape[0]
-        if len(parameter.shape) == 3:
-            size = parameter.shape[1]
-            return [(range(first, first + size),) for first in range(0, rows * size, size)]
-        if parameter.role is not Role.QKV or parameter.block is None:
-            return [(range(rows),)]
-        for core in inventory(self).cores(parameter.block):  # heads are stored by group: queries, a key, a value
-            parts, size = self.num_heads // core.kv_heads + 2, core.head_dim
-            if rows == core.kv_heads * parts * size:
-                heads = [range(start, start + size) for start in range(0, rows, size)]
-                if per_head:
-                    return [(head,) for head in heads]
-                queries = tuple(head for i, head in enumerate(heads) if i % parts < parts - 2)
-                return [queries, tuple(heads[parts - 2 :: parts]), tuple(heads[parts - 1 :: parts])]
-        return [(range(rows),)]
 
     def initial_weight(self, name: str) -> tuple[float, float]:
         """Return (mean, standard deviation) of the initial weights of parameter `name`: zero biases, unit norms, and

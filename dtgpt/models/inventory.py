@@ -23,7 +23,6 @@ from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.util import seams
 
 Shape = tuple[int, ...]
-Rows = tuple[range, ...]  # of a matrix that lies among others in one weight
 
 
 class Shaped(Hashable, Protocol):
@@ -202,11 +201,6 @@ class Inventory:
         a window leaves fewer tokens than T."""
         heads = self.config.num_heads
         return sum(12 * heads * core.head_dim * core.seen(seq_length) for core in self.cores(block))
-
-    def block_flops(self, block: int, seq_length: int) -> int:
-        """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
-        matrices = sum(self.config.used_elements(p.shape, p.role) for p in self.of_block(block) if len(p.shape) > 1)
-        return 6 * matrices + self.attention_flops(block, seq_length)
 
 
 @lru_cache(maxsize=16)

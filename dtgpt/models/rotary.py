@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
-from dtgpt.models.inventory import Parameter, Rows
 from dtgpt.ops.activations import GatedName
 from dtgpt.ops.rotary_positions import Rotation, Scaling, amplitude_of_yarn
 from dtgpt.util.console import listed
@@ -170,9 +169,3 @@ class RotaryConfig(WindowConfig):
             truncate=self.rope_truncate,
             amplitude=(self.rope_attention_factor or amplitude_of_yarn(self.rope_factor)) if yarn else 1.0,
         )
-
-    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
-        if not parameter.name.endswith("mlp.gate_up.weight"):
-            return super().pieces(parameter, per_head)
-        rows = parameter.shape[0]
-        return [(range(0, rows, 2),), (range(1, rows, 2),)]

@@ -16,7 +16,8 @@ from torch import Tensor
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 
-Part = Sequence[range]
+Ranges = Sequence[range]  # global indices of a part of a tensor
+Part = Ranges  # its former name, for one version
 
 
 class Source(ABC):
@@ -29,7 +30,7 @@ class Source(ABC):
     consumed_samples: int = 0
 
     @abstractmethod
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
 
 

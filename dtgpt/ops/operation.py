@@ -64,7 +64,8 @@ _loaded: set[str] = set()
 def load_kernels(name: str) -> bool:
     """Import the kernels of an operation, if this was not done before, and return True."""
     if name not in _loaded:
-        places = [each.kernels[name] for each in seams.capabilities() if name in each.kernels]
+        added = [each.parts["kernels"] for each in seams.capabilities()]
+        places = [kernels[name] for kernels in added if name in kernels]
         OPERATIONS[name].kernels[:] = [kernel for place in places for kernel in seams.load(place)]
         _loaded.add(name)
     return True

@@ -9,32 +9,28 @@ BUILD lists what is done to a stage, in an order that matters:
 
 * tensor parallelism first: all that follows sees the modules that a rank computes with, and ZeRO cuts what is left.
 * added modules, such as adapters, are cut by themselves, along what they stand beside.
-* attention: the back end of each core, and a core that runs again in backward, before anything runs around it. A
-  capability that sends messages around a core comes behind, so that they are not sent again.
-* recomputation of blocks: around all that a block does but for what it keeps.
-* compilation: of the whole block, with what is computed again.
-* ZeRO last: its hooks run around a block, uncompiled, and gather its weights once for what is computed again.
+* attention: the back end of each core. What a capability runs again in backward of a core comes before, and what sends
+  messages around a core behind, so that they are not sent again.
+* ZeRO last: its hooks run around a block, and gather its weights once. Right before come recomputation, around all that
+  a block does but for what it keeps, and compilation, of the whole block with what is computed again.
 
-Capabilities add entries (`seams`), each behind the one that it names.
+Capabilities add entries (`seams`), each beside the one that it names.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.binding import BoundModule, bind, on_meta
+from dtgpt.models.binding import bind, on_meta
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.ops.attention.core import operations
+from dtgpt.models.inventory import attention_cores
+from dtgpt.models.layers import Output
 from dtgpt.parallel.collectives import Collectives, transport
 from dtgpt.parallel.engine import NO_TIMERS, Graphs, SingleStageEngine, Timers, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
@@ -42,7 +38,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.util import seams
-from dtgpt.util.torch_private import unmark_attention
 
 # What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
 if TYPE_CHECKING:
@@ -67,7 +62,7 @@ class Entry(NamedTuple):
     """Something that is done to a stage on the meta device.
 
     when: for which building.
-    after: the entry behind which a capability's comes.
+    after: the entry behind which a capability's comes. before: the one right before which it comes instead.
     runs: whether it says how modules run, and can be done again.
     """
 
@@ -75,6 +70,7 @@ class Entry(NamedTuple):
     when: Callable[[Building], bool]
     deed: Callable[[Decoder, Building], None]
     after: str = ""
+    before: str = ""
     runs: bool = False
 
 
@@ -127,7 +123,8 @@ def entries(building: Building) -> list[Entry]:
     """Return BUILD with the entries of capabilities."""
     found = list(BUILD)
     for entry in seams.listed("build", building):
-        found.insert([one.name for one in found].index(entry.after) + 1, entry)
+        names = [one.name for one in found]
+        found.insert(names.index(entry.before) if entry.before else names.index(entry.after) + 1, entry)
     return found
 
 
@@ -146,31 +143,9 @@ def add_modules(part: Decoder, building: Building) -> None:
 
 
 def set_attention(part: Decoder, building: Building) -> None:
-    """Give the attention cores their back end, and let those that `recompute` names run again in backward."""
-    settings = building.settings
-    for index, block in enumerate(part.blocks.values()):
-        for module in block.modules():
-            if isinstance(module, AttentionCore):
-                bind(module, backend=settings.attention)
-                if settings.recompute == "selective" and settings.repeats(index):
-                    bind(module, run=recomputed(module.compute))
-
-
-def repeat_blocks(part: Decoder, building: Building) -> None:
-    """Let the blocks that `recompute` names run again in backward."""
-    settings = building.settings
-    keeps = operations() if settings.recompute == "around_attention" else []
-    for index, block in enumerate(cast(Iterable[BoundModule], part.blocks.values())):
-        if settings.repeats_blocks and settings.repeats(index):
-            bind(block, run=recomputed(block.compute, keeps))
-
-
-def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()) -> Callable[..., Tensor]:
-    """Save the inputs alone, and what the operations `keeps` return, and run the rest of `function` again in backward
-    (Chen et al. 2016; Li et al. 2023, DistFlashAttn, section 3.3, which keep attention's). There is no generator state
-    to keep: masks are drawn again from their keys."""
-    again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-    return partial(again, context_fn=partial(create_selective_checkpoint_contexts, list(keeps))) if keeps else again
+    """Give the attention cores their back end."""
+    for core in (core for block in part.blocks.values() for core in attention_cores(block)):
+        bind(core, backend=building.settings.attention)
 
 
 def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -196,25 +171,10 @@ def shard_module(module: nn.Module, ranks: "DeviceMesh", dtype: torch.dtype, res
     sharded.set_force_sum_reduction_for_comms(True)
 
 
-def compile_forward(part: Decoder, whole: bool) -> None:
-    """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
-    around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
-    unmark_attention()
-    ends = [part.embedding] if whole and part.embedding is not None else []
-    for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
-        bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
-
-
 BUILD = (
     Entry("tensor parallelism", lambda made: made.settings.plan.tp > 1, cut_over_tp),
     Entry("added modules", lambda made: made.settings.freezes_weights, add_modules),
     Entry("attention", lambda made: True, set_attention, runs=True),
-    Entry("recomputation", lambda made: made.masters, repeat_blocks, runs=True),
-    Entry(
-        "compilation",
-        lambda made: made.settings.compile,
-        lambda part, made: compile_forward(part, whole=made.settings.plan.tp == 1),
-    ),
     Entry(
         "ZeRO",
         lambda made: made.settings.plan.zero > 0,

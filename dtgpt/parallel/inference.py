@@ -1,6 +1,7 @@
 """The stages of a model for inference: those of training, without what training alone needs.
 
-A capability may make them otherwise: a step of one token is too short for the dispatch of DTensor.
+They stand apart from `build.py`, since a capability may make them otherwise: a step of one token is too short for the
+dispatch of DTensor, and a model that is only read needs no masters, gradients or hooks.
 """
 
 from collections.abc import Callable

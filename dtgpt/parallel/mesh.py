@@ -10,7 +10,7 @@ of the same ranks has the plan's `own_axes`, in which stacks of matrices lie (`l
 make the same calls in the same order; who does not call leaves the others waiting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from dtgpt.util.errors import UserError, sentence_of
 from dtgpt.util.torch_private import default_store, is_dtensor, set_group_timeout
 
 Result = TypeVar("Result")
+MAX = dist.ReduceOp.MAX
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp x cp is replicate x shard
 
 messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
@@ -116,7 +117,8 @@ class Mesh:
         self.tp_group = self.pp_group = self.replicate_group = self.cp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._timeout: timedelta | None = None
-        self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
+        late = seams.listed("late_votes") if device.type == "cuda" else []
+        self.late_votes: Callable[[Sequence[bool]], list[bool]] | None = late[0](self) if late else None
         self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
             self.devices = self._grid({})
@@ -206,33 +208,20 @@ class Mesh:
     def max(self, value: float) -> float:
         if self.world == 1:
             return value
-        return self.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
+        return self.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device), MAX).item()
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is up on any rank, the same on all."""
         return bool(self.max(float(flag)))
 
     def vote(self, *flags: bool) -> list[bool]:
-        """Return whether each flag is up on any rank, the same on all. On GPUs, return the result of the *previous*
-        call, so that it never waits for the step just queued."""
+        """Return whether each flag is up on any rank, the same on all. On GPUs a capability returns the result of the
+        *previous* call, so that it never waits for the step just queued."""
         if self.world == 1:
             return list(flags)
-        ballot = torch.zeros(len(flags), device=self.device)
-        for place, flag in enumerate(flags):
-            if flag:
-                ballot[place].fill_(1.0)  # on a GPU a kernel, not a copy that would wait
-        self.all_reduce(ballot, dist.ReduceOp.MAX)
-        if self.device.type == "cpu":
-            return ballot.bool().tolist()
-        before = self._ballot
-        counted, done = torch.empty(len(flags), pin_memory=True), torch.cuda.Event()
-        counted.copy_(ballot, non_blocking=True)
-        done.record()
-        self._ballot = counted, done
-        if before is None:
-            return [False] * len(flags)
-        before[1].synchronize()
-        return before[0].bool().tolist()
+        if self.late_votes is not None:
+            return self.late_votes(flags)
+        return self.all_reduce(torch.tensor(flags, dtype=torch.float32, device=self.device), MAX).bool().tolist()
 
     def all_reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor of the device in place over all ranks, and return it."""

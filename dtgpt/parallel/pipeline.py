@@ -162,6 +162,7 @@ class PipelineEngine(TrainingEngine):
         more: dict[str, Any] = batch.beside_tokens
         targets = more.pop("targets")
         if place.holds_last:
+            # `target` and `losses` are torch's; `targets` go on to the last stage, which computes the loss itself.
             more |= {"targets": targets, "target": targets, "losses": losses}
         with split_backward() if self.settings.plan.splits_backward else nullcontext():
             self.schedule.step(*inputs, return_outputs=False, **more)

@@ -1,13 +1,12 @@
-"""The cut of a model into pipeline stages, by cost, and a forward pass through them.
+"""The cut of a model into pipeline stages, and a forward pass through them.
 
-The slowest stage sets the pace of all, so blocks are divided by what they cost, and not by their number. Training runs
-stages in a schedule (`dtgpt.parallel.pipeline`); validation and generation run them in turn, as here.
+A stage is a range of blocks, with the embedding before the first and the head behind the last, so that it is a decoder
+with parts left out. The slowest one sets the pace of all: what balances them is a capability. Training runs stages in a
+schedule (`dtgpt.parallel.pipeline`); validation and generation run them in turn, as here.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,53 +16,22 @@ from torch import Tensor
 from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.inventory import inventory
 from dtgpt.parallel.mesh import Mesh
-
-EMBEDDING_COST = 0.05  # of the first block's: a lookup, a sum and a dropout, all bound by memory
+from dtgpt.util import seams
 
 
 def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
-    """Return the blocks of each stage: as the plan says, or so that the costliest stage is as cheap as can be."""
-    sizes = plan.blocks_per_stage or balanced_cut(config, plan.num_stages)
+    """Return the blocks of each stage: as the plan says, or as a capability balances them, or about equally many."""
+    sizes = plan.blocks_per_stage or _sizes(config, plan.num_stages)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
 
 @cache
-def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Return the blocks per stage, at least one each. Cost is in FLOPs of a token at the full length, in
-    units of the first block's; the head counts on the last stage, the embedding on the first. Among cuts with the
-    same costliest stage, the one with the most even rest."""
-    if stages == 1:
-        return (config.num_layers,)
-    parts = inventory(config)
-    costs = [max(1, parts.block_flops(index, config.seq_length)) for index in range(config.num_layers)]
-    unit = costs[0]
-    up_to = list(accumulate((cost / unit for cost in costs), initial=0.0))
-    head = 6 * config.hidden_size * config.padded_vocab_size / unit
-
-    def cost(stage: int, first: int, blocks: int) -> float:
-        between = up_to[first + blocks] - up_to[first]
-        return between + EMBEDDING_COST * (stage == 0) + head * (stage == stages - 1)
-
-    @cache
-    def best(stage: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return (largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
-        first = config.num_layers - left
-        if stage == stages - 1:
-            last = cost(stage, first, left)
-            return last, last**2, (left,)
-        found: tuple[float, float, tuple[int, ...]] = (math.inf, math.inf, ())
-        for blocks in range(1, left - (stages - stage - 1) + 1):
-            here = cost(stage, first, blocks)
-            if here > found[0]:  # as all that have more blocks
-                break
-            largest, squares, cut = best(stage + 1, left - blocks)
-            found = min(found, (max(here, largest), here**2 + squares, (blocks, *cut)))
-        return found
-
-    return best(0, config.num_layers)[2]
+def _sizes(config: ModelConfig, number: int) -> tuple[int, ...]:
+    balanced = None if number == 1 else seams.ask("stage_cuts", lambda cut: cut(config, number))
+    layers = config.num_layers
+    return balanced or tuple((at + 1) * layers // number - at * layers // number for at in range(number))
 
 
 def keep_stage(model: Decoder, stage: int, plan: Plan) -> Decoder:

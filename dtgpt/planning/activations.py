@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import Core, inventory
+from dtgpt.models.shared.attention_backend import backend_of
 from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.kernels.attention.flash_launch import mask_words
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
+from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
@@ -21,7 +23,7 @@ def block_activations(settings: Settings, block: int) -> float:
         return residual_bytes(settings)  # the input of the block
     sizes = block_sizes(settings, block)
     if settings.recompute == "around_attention":
-        backends = map(settings.backend_of, inventory(settings.model).cores(block))
+        backends = (backend_of(settings, core) for core in inventory(settings.model).cores(block))
         return residual_bytes(settings) + sizes.output + sum(_beside_output(settings, each) for each in backends)
     if settings.recompute == "selective":  # under cp other ranks' output is not kept, either
         return sizes.saved - (sizes.output if settings.plan.cp > 1 else 0)
@@ -94,7 +96,7 @@ def explicit_work(settings: Settings, block: int) -> float:
     scores, or, if that is more, the words of an explicit dropout mask, unpacked to int64 twice."""
     width, found = 4 + 2 * settings.dtype.itemsize, 0
     for core in inventory(settings.model).cores(block):
-        backend = settings.backend_of(core)
+        backend = backend_of(settings, core)
         if backend == "explicit":
             found += max(width, 16) if settings.model.dropout else width
         elif backend == "fused_softmax":
@@ -112,7 +114,7 @@ def core_bytes(settings: Settings, block: int) -> float:
 def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
     """Return the bytes that a core keeps beside its inputs and its output. repeated: what keys and values would take
     more with heads of their own for each head of queries."""
-    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
+    scores, width, backend = score_elements(settings), settings.dtype.itemsize, backend_of(settings, core)
     pieces = attended(settings)
     if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too
         return (4 + width + 4 * core.softcap) * scores + repeated
@@ -145,7 +147,7 @@ def block_work(settings: Settings, block: int) -> float:
     """Return the bytes that the backward pass of a block works with beside the gradient of its output: those of the
     block on the meta device, or the gradients of explicit scores; and what is computed again."""
     sizes, again = block_sizes(settings, block), 0.0
-    if settings.repeats_blocks:  # the input is there
+    if repeats_blocks(settings):  # the input is there
         kept = block_activations(settings, block) - residual_bytes(settings)
         again = sizes.beside + core_bytes(settings, block) - kept
     elif settings.recompute == "selective":

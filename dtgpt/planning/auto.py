@@ -14,6 +14,7 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, resolve
 from dtgpt.config.recipe import Recipe
+from dtgpt.parallel.recompute.rules import recomputes
 from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
 from dtgpt.planning.search import LISTED, Candidate, Ranking, Search, TooLarge, numbers_of_processes, rank_plans
 from dtgpt.util.console import counted, say
@@ -72,7 +73,7 @@ class AutoPlan:
             world=self.world,
             samples=recipe.global_batch_size,
             seq_length=recipe.sample_length,
-            recomputes=alone.recomputes,
+            recomputes=recomputes(alone),
             make=make,
         )
         refused = None

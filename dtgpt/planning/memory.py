@@ -10,6 +10,7 @@ from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.slices import token_bytes
+from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.edges import most_edges
 from dtgpt.parallel.stages import places_of_edge
@@ -47,7 +48,7 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     memories = [_fullest_moment(settings, rank)]
     if settings.products == FP8:
         again = observes_again(settings)
-        recompute = "full" if again and not settings.repeats_blocks else settings.recompute
+        recompute = "full" if again and not repeats_blocks(settings) else settings.recompute
         blocks = None if again else settings.recompute_blocks
         changed = replace(settings, products=None, recompute=recompute, recompute_blocks=blocks)
         memories.append(_fullest_moment(changed, rank))

@@ -9,6 +9,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, MLP_COLUMNS, STACKS
+from dtgpt.models.shared.attention_backend import backend_of
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
@@ -155,7 +156,7 @@ class Operations:
         length, forward, backward, heads = settings.seq_length, 0.0, 0.0, 0.0
         share = settings.micro_batch_size * config.num_heads / (plan.tp * plan.cp)
         for core in inventory(config).cores(index):
-            backend = settings.backend_of(core)
+            backend = backend_of(settings, core)
             seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
             flops = share * length * seen * core.head_dim  # of the causal half of one product
             rate = self.rates.attention

@@ -18,6 +18,7 @@ from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.layout import ParameterLayout
 from dtgpt.parallel.mesh import DIMENSIONS, RankCoordinates
+from dtgpt.parallel.recompute.rules import repeats
 from dtgpt.parallel.shared_memory.gather import PLACES
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
@@ -95,7 +96,7 @@ def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -
 def blocks_again(settings: Settings) -> set[int]:
     """Return the blocks in which something is computed again in backward."""
     ranges = block_ranges(settings.model, settings.plan)
-    return {block for blocks in ranges for index, block in enumerate(blocks) if settings.repeats(index)}
+    return {block for blocks in ranges for index, block in enumerate(blocks) if repeats(settings, index)}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.parallel.collectives import GPUS_OF_HOST
+from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
@@ -242,5 +243,5 @@ def _may_fit(settings: Settings, size: float) -> bool:
         else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * max(plan.shard, plan.ep))
     )
     in_flight = min(plan.pp, settings.micro_batches)
-    kept = 1.0 if settings.repeats_blocks else 6 / (1 if plan.sequence_parallel else plan.tp)
+    kept = 1.0 if repeats_blocks(settings) else 6 / (1 if plan.sequence_parallel else plan.tp)
     return fits_into(weights + in_flight * model.num_layers / plan.pp * kept * residual_bytes(settings), size)

@@ -16,7 +16,8 @@ from dtgpt.models.binding import bind
 from dtgpt.models.layers import Context
 from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.operation import split_backward
-from dtgpt.parallel.build import recomputed
+from dtgpt.parallel.recompute.blocks import recomputed
+from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations, block_work, kind_of_block, residual_bytes
 from dtgpt.planning.fullest_moment import Moment, columns_of_logits, rows_of_logits
@@ -140,7 +141,7 @@ def _stage(here: Rank, stage: int) -> _Stage:
         p for p in here.trained if (p.block in blocks if p.block is not None else first if p.role in TABLES else last)
     ]
     matrices = sum(p.by_tp for p in own if p.role in MATRICES)
-    casts = width * matrices if width < 4 and not settings.repeats_blocks else 0
+    casts = width * matrices if width < 4 and not repeats_blocks(settings) else 0
     kept = sum(block_activations(settings, block) for block in blocks)
     gradients = here.sums.width * sum(p.by_tp for p in own)
     if first:  # its two halves are one, for weights

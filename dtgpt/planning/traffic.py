@@ -11,6 +11,7 @@ from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.layout import INPUTS, OUTPUTS
+from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
@@ -123,7 +124,7 @@ def _over_tp(here: Rank) -> list[Collective]:
 
 def _repeated(settings: Settings) -> set[int]:
     """Return the blocks whose messages are sent again in backward: attention alone is repeated within a rank."""
-    return blocks_again(settings) if settings.repeats_blocks else set()
+    return blocks_again(settings) if repeats_blocks(settings) else set()
 
 
 def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int, int]:

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.overrides import value_text
 from dtgpt.config.plan import ResolvedPlan, divisors
 from dtgpt.models.config import LARGEST_SIZE, ModelConfig
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.parallel.collectives import GPUS_OF_HOST
+from dtgpt.parallel.recompute.rules import recomputes
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.step_time import step_time
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import value_text
 
 # Of the device: CUDA's context, NCCL's buffers and what the allocator holds for one stream and cannot give another take
 # the rest. A captured step of 0.898 ran out of memory (benchmarks/notes/planning.md).
@@ -132,9 +133,9 @@ def _changed(settings: Settings) -> Iterator[Settings]:
             plans.append(replace(plan, dp=plan.dp // times, cp=plan.cp * times, zero=max(plan.zero, 3)))
             plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
     sizes, own = dict.fromkeys((settings.micro_batch_size, 1)), settings.recompute
-    less = ["full"] if settings.plan.splits_backward else settings.recomputes[1:]
-    recomputes = [own, *less] if own != "full" else [own]
-    again = dict.fromkeys([(own, settings.recompute_blocks), *((each, None) for each in recomputes)])
+    less = ["full"] if settings.plan.splits_backward else recomputes(settings)[1:]
+    ways = [own, *less] if own != "full" else [own]
+    again = dict.fromkeys([(own, settings.recompute_blocks), *((each, None) for each in ways)])
     every = [
         replace(
             settings, plan=cut.without_idle_zero(), micro_batch_size=micro, recompute=recompute, recompute_blocks=blocks

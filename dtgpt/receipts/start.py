@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from dtgpt.util.hardware import environment
+from dtgpt.util.machine.versions import environment
 
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer

@@ -75,7 +75,8 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
     if resume is None:
         return None, None
     if resume == AUTO:
-        return _newest_with_checkpoint(runs, name), None
+        missing = "resume=auto needs a capability, which is not here; name the run with --resume"
+        return seams.first("newest_runs", missing).find(runs, name), None
     path = Path(resume)
     if ".." in path.parts:  # whose last part may be no name
         path = path.resolve()
@@ -91,37 +92,6 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
     if (path / STATE).is_file():
         raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")
     return open_run(path), None
-
-
-def _newest_with_checkpoint(runs: Path, name: str) -> Path | None:
-    """Return the newest run of this name; None where it has no checkpoint. Raise UserError where that cannot be
-    seen."""
-    _check_can_be_listed(runs)
-    begun = [p for p in run_folders(runs, name) if (p / "recipe.json").is_file()]
-    if not begun:
-        return None
-    _check_can_be_listed(begun[-1] / "checkpoints")
-    return begun[-1] if list_checkpoints(begun[-1] / "checkpoints") else None
-
-
-def _check_can_be_listed(folder: Path) -> None:
-    """Raise UserError where a folder exists, or a link to one that is not mounted, and cannot be listed: `Path.glob`
-    takes it for an empty one."""
-    try:
-        os.scandir(folder).close()
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
-            return
-        advice = remedy(error, "give another --runs")
-        raise UserError(f"resume=auto, but {folder} cannot be listed ({error.strerror}); {advice}") from None
-
-
-def why_new_run(runs: Path, name: str) -> str:
-    """Return why `resume=auto` begins a new run of this name."""
-    older = run_folders(runs, name)
-    if not older:
-        return f"{runs} holds no run of {name} to resume; a new run begins"
-    return f"{older[-1]}, the newest run of {name}, holds no checkpoint to resume; a new run begins"
 
 
 def run_folders(runs: Path, name: str) -> list[Path]:

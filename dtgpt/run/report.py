@@ -19,11 +19,11 @@ import torch
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_rules import large_for_a_cpu
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import describe_run, values_of
 from dtgpt.run.records import Begun, JsonLines, Sink, read_records
+from dtgpt.util import seams
 from dtgpt.util.console import counted, duration, hanging, parameters, say, terminal_width
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
@@ -123,10 +123,9 @@ class RunReport(Report):
             f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
-        if self.device.type == "cpu" and (
-            caution := large_for_a_cpu(model, self.settings.global_batch_size, self.settings.seq_length)
-        ):
-            say(caution, warning=True)
+        for caution_on in seams.listed("cpu_cautions") if self.device.type == "cpu" else ():
+            if caution := caution_on(model, self.settings.global_batch_size, self.settings.seq_length):
+                say(caution, warning=True)
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
         bits = bits_per_byte(metrics["loss"], self.bytes_per_token) if "loss" in metrics else None

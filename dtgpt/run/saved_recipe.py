@@ -3,7 +3,7 @@
 A recipe file may have changed since a run began, and a run must not change with it: its curve would part, and nobody
 would know why. So a run keeps its own values. Of the file that it is started with again, those count that an option
 names, and those of one start (`OF_ONE_START`); all others in which the two differ are said, with the option for each.
-Older versions wrote some values in another way; they are read here.
+Older versions wrote some values in another way, which a capability reads.
 """
 
 import os
@@ -32,17 +32,14 @@ OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  #
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
-    that are bools now. Raises UserError if it cannot be read."""
+    """Return what the run's recipe.json says, unchecked, as a capability translates what older versions wrote.
+    Raises UserError if it cannot be read."""
     path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
     saved = read_json(path, advice, LARGEST_RECIPE)
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds no JSON object; {advice}")
-    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
-        section, _, key = name.rpartition(".")
-        values = saved.get(section)
-        if isinstance(values, dict) and values.get(key) in ("on", "off"):
-            values[key] = values[key] == "on"
+    for translate in seams.listed("older_recipes"):
+        translate(saved)
     return saved
 
 
@@ -61,6 +58,7 @@ def recipe_of_run(
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's. counted: returns a
     recipe with `steps` in place of `train_samples`, checked."""
     saved = read_recipe(run)
+    # The optimizer first: its kind decides which fields there are, and which states of the run it can take.
     kind = saved_value(saved, "optimizer.kind")
     kind = OptimizerConfig.kind if kind is ABSENT else kind
     if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
@@ -69,10 +67,8 @@ def recipe_of_run(
         file, asked = of_kind(file, kind), of_kind(asked, kind)
     _check_states(run, kind, asked.optimizer)
     kept = _kept_values(run, saved, {name: type_ for name, type_, *_ in leaves(file)}, given)
-    if "train_samples" in given:  # the run may have begun with a number of steps, which does not count any more
-        for name in {"steps", "optimizer.decay_samples"} - set(given):
-            kept.pop(name, None)
-        asked = asked if "steps" in given else replace(asked, steps=None)
+    for counts in seams.listed("sample_counts") if "train_samples" in given else ():
+        asked = counts.drop_steps(kept, asked, given)
 
     # Say what the file has otherwise than the run. A number of samples is held against the run's as steps.
     if file.train_samples is not None:
@@ -117,10 +113,6 @@ def _kept_values(run: Path, saved: dict[str, Any], types: Mapping[str, Any], giv
             raise UserError(f"{run}/recipe.json says {name}={shown(found)}, {error}; give --{name}") from None
     if unknown:
         say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
-    # Older versions wrote out what `none` and `auto` mean.
-    older = saved_value(saved, "exit_interval") is ABSENT
-    if older and kept.get("optimizer.decay_steps") == saved_value(saved, "steps"):
-        kept["optimizer.decay_steps"] = None
     if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
         kept["data.tokenizer"] = "auto"
         if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it

@@ -8,13 +8,10 @@ leaves a note here, and the loop ends all ranks after the same step.
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-
-from dtgpt.util.console import say_error
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
@@ -78,25 +75,3 @@ def _restore_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_restore_in_child)
-
-
-def interrupt_imports() -> None:
-    """Let Ctrl-C end the process at once while a module is imported, since C++ code that torch runs then cannot pass an
-    exception on. At other times it still raises KeyboardInterrupt."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            say_interrupted()
-            os._exit(128 + number)
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-def say_interrupted() -> None:
-    if os.environ.get("RANK", "0") == "0":
-        say_error("dtgpt: interrupted")

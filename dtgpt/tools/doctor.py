@@ -12,9 +12,10 @@ import torch
 
 from dtgpt.commands.command import Command
 from dtgpt.data.dataset import default_cache
+from dtgpt.parallel.compiled.choice import why_no_compiler
 from dtgpt.util import seams
 from dtgpt.util.console import hanging, say
-from dtgpt.util.hardware import describe_versions, why_no_compiler
+from dtgpt.util.machine.versions import describe_versions
 from dtgpt.util.rules import Given, Is, Missing, Rule, broken
 from dtgpt.util.shared.gpu_limits import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, why_no_kernels
 

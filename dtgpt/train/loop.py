@@ -25,19 +25,18 @@ from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.open import check_tokenizer
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Dataset
-from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
-from dtgpt.run.records import read_records
+from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of
 from dtgpt.run.report import Report, RunReport
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Past, Progress, is_due
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Unfinished, is_due
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
+from dtgpt.util import seams
 from dtgpt.util.console import counted, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process, Watch, peers
@@ -96,26 +95,27 @@ def _train(setup: Setup, stop: StopRequest) -> int:
                 return 0
         else:
             mesh.on_rank_0(lambda: check_runs(Path(recipe.runs)))
-            if recipe.resume == AUTO:
-                say(why_new_run(Path(recipe.runs), recipe.name))
+            for newest in seams.listed("newest_runs") if recipe.resume == AUTO else ():
+                say(newest.why_new(Path(recipe.runs), recipe.name))
 
         # Then the data. They tell whether the last step of a run that goes on has left anything to do.
         dataset = setup.read_dataset()
-        steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
+        steps, left, unfinished = recipe.num_steps, list[str](), next(iter(seams.listed("unfinished")), Unfinished)()
         # Those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe.
         held_out = [HeldOutLoss("valid", recipe.log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
         observers: list[Observer] = [*held_out, *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
-            left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
+            left = unfinished.find(mesh, former, done, observers, (dataset, recipe.sample_length))
             if done == steps and not left:
+                say(OVER.format(former, counted(steps, "step")))
                 return 0
 
         # Then the model, with the weights of a checkpoint of any plan, of another library, or new ones. From here on a
         # signal no longer ends the process: the loop meets it, and saves.
         stack.enter_context(stop)
         trainer = setup.make_trainer(dataset, checkpoint)
-        loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
+        loop = Loop(recipe, trainer, lock, stop, observers, setup.watch, unfinished)
         if checkpoint:
             loop.resume(checkpoint)
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
@@ -143,10 +143,12 @@ class Loop:
         stop: StopRequest,
         observers: Iterable[Observer],
         watch: Watch,
+        unfinished: Unfinished,
     ):
         """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
-        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh, trainer.objective.totals)
+        self.watch, self.mesh, self.unfinished = watch, trainer.mesh, unfinished
+        self.interval = IntervalLoss(trainer.mesh, trainer.objective.totals)
         trainer.states.append(self.interval)  # so that a checkpoint has the losses since the last record
         self.saving = Saving(trainer, lock, asdict(recipe), recipe.checkpoint)
         progress = Progress(recipe.log, recipe.num_steps, recipe.sample_length, self.interval)
@@ -163,7 +165,8 @@ class Loop:
         restore(checkpoint, trainer, self.recipe.batch_sizes)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
-        _tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
+        for counts in seams.listed("sample_counts"):
+            counts.tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of the run.
@@ -171,7 +174,7 @@ class Loop:
         trainer = self.trainer
         with ExitStack() as stack:
             self._open(run, stack)
-            early = bool(left) and self.make_up_for(left)
+            early = bool(left) and self.unfinished.make_up(self, left)
             if not early and trainer.step < trainer.steps:
                 early = self.take_steps()
             # Nobody shall read of a success whose folder is gone, with all that the run has written.
@@ -242,7 +245,7 @@ class Loop:
                 with self.report.paused():
                     for observer in due:
                         observer.act(after)
-                    stopping = stopping or self._were_cut_short(due)
+                    stopping = stopping or self.unfinished.was_cut_short(self, due)
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
@@ -273,9 +276,10 @@ class Loop:
             check_finite(step, "loss", loss or 0.0)
         optimizer.check(norm)
         check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
-        return self._after_step(stopping=stopping, loss=loss, mean_loss=mean, grad_norm=norm)
+        return self.after_step(stopping=stopping, loss=loss, interval_loss=mean, grad_norm=norm)
 
-    def _after_step(self, **figures: Any) -> AfterStep:
+    def after_step(self, **figures: Any) -> AfterStep:
+        """Return what observers see of the newest step."""
         return AfterStep(
             trainer=self.trainer,
             run=self.saving.saver.checkpoints.parent,
@@ -284,27 +288,6 @@ class Loop:
             must_end=self._must_end,
             **figures,
         )
-
-    def _were_cut_short(self, due: list[Observer]) -> bool:
-        """Return whether the run was asked to end while observers acted that a later start makes up for. It needs a
-        checkpoint of this step for that: with other weights they would find other values."""
-        is_last = self.trainer.step == self.trainer.steps  # which has its checkpoint
-        if is_last or not any(observer.title for observer in due) or not self.interrupted():
-            return False
-        self.saving.save_unless_saved(self.report)
-        return True
-
-    def make_up_for(self, left: list[str]) -> bool:
-        """Do what is `left` of the newest step; return whether the run was asked to end before all of it was done."""
-        trainer = self.trainer
-        say(f"{trainer.step} steps are done; left to do: {', '.join(left)}")
-        with self.report.paused():
-            for observer in _to_make_up(self.observers):
-                if observer.title in left:
-                    observer.act(self._after_step())
-        if not (early := self.interrupted()) and trainer.step == trainer.steps:
-            say("all is done")
-        return early
 
     def _must_end(self) -> bool:
         """Return whether this process has a reason to end after the step."""
@@ -341,42 +324,3 @@ def _is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) 
     if done > steps:
         say(OVER.format(run, counted(done, "step")))
     return done > steps
-
-
-def left_to_do(
-    run: Path, step: int, steps: int, sample_length: int, observers: Iterable[Observer], dataset: Dataset
-) -> list[str]:
-    """Return the titles of observers whose work after `step`, the newest of the run's `steps`, the run does not hold.
-    Says so where all steps are done and that is nothing."""
-    due = [observer for observer in _to_make_up(observers) if observer.due(step)]
-    if not due:
-        return []
-    records = [record for record in read_records(run / "metrics.jsonl") if record["step"] == step]
-    left: list[str] = []
-    for observer in due:
-        if observer.left(Past(run, step, records, list(left), dataset, sample_length)):
-            left.append(observer.title)
-    if not left and step == steps:
-        say(OVER.format(run, counted(steps, "step")))
-    return left
-
-
-def _to_make_up(observers: Iterable[Observer]) -> list[Observer]:
-    """Return the observers that have a title, in the order in which a run that goes on makes up for what is left: the
-    losses first, by which a run is judged."""
-    titled = [observer for observer in observers if observer.title]
-    return sorted(titled, key=lambda observer: (not isinstance(observer, HeldOutLoss), observer.turn))
-
-
-def _tell_other_end(former: dict[str, Any], recipe: dict[str, Any], trainer: Trainer) -> None:
-    """Warn where another batch size than that of the `former` recipe lets the steps of a run end elsewhere than its
-    schedule in samples, beyond which the learning rate may be 0."""
-    end, steps, sizes = trainer.schedule.end, trainer.steps, ("global_batch_size", "rampup_batch_size")
-    seen, next_step = trainer.samples_before(steps), trainer.samples_before(steps + 1)
-    same_sizes = all(former.get(name) == recipe[name] for name in sizes)
-    if trainer.schedule.counts_samples and not same_sizes and not seen <= end < next_step:
-        say(
-            f"with another batch size, {counted(steps, 'step')} end after {counted(seen, 'sample')}, the schedule "
-            f"after {end}; to end there, give --train_samples {end}",
-            warning=True,
-        )

@@ -18,8 +18,8 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart, Prefetcher, bits_per_byte, perplexity
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.data.dataset import PART_NAMES, Batches, Dataset, HeldOutPart, bits_per_byte, perplexity
+from dtgpt.models.batch import Batch, WindowMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
@@ -157,17 +157,16 @@ class LanguageModel(Objective):
         super().__init__(given, dataset)
         data, root = given.data, root_key(given.seed)
         self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
-        self.masks = DocumentMasks(
-            end_of_text=dataset.tokenizer.end_of_text,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
+        self.masks = WindowMasks()
+        if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
+            missing = "no capability here keeps documents apart; leave data.reset_... and data.eod_mask_loss out"
+            self.masks = seams.first("masks", missing)(data, dataset.tokenizer.end_of_text)
 
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts
         self.num_sites = model.num_sites if model.dropout > 0 else 0  # of dropout, where any drops
-        self.batches = Prefetcher(self.read, parts.mesh.device)
+        ahead = seams.listed("batches") if parts.mesh.device.type == "cuda" else []
+        self.batches = [*ahead, Batches][0](self.read, parts.mesh.device)
 
     def take(self, step: int) -> tuple[Batch, Tensor | None]:
         with self.parts.timers.measure("data", host=True):

@@ -5,18 +5,20 @@ The loop would otherwise have a branch for each of them, and a rule of who comes
 and knows none.
 
 The loop asks each after each step whether something is `due`, and lets those `act` that say so, on all ranks together
-and in the order of `Turn`. What a signal or a kill cuts short is not lost: the next start asks what is `left`. So an
-observer whose act takes long, or leaves something in the run folder, has a `title`.
+and in the order of `Turn`. What a signal or a kill cuts short is not lost: a capability lets the next start make up for
+it (`Unfinished`). So an observer whose act takes long, or leaves something in the run folder, has a `title`, and says
+what is `left`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, HeldOutPart
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.records import Begun, Sink
 from dtgpt.run.report import Report
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
@@ -49,19 +51,8 @@ class AfterStep:
     must_end: Callable[[], bool]  # whether this rank has
     stopping: bool = False  # no step comes after this one in this process
     loss: float | None = None  # of the step; None where no token counted
-    mean_loss: float | None = None  # of the steps of the interval
+    interval_loss: float | None = None  # mean of the steps of the interval
     grad_norm: float = 0.0
-
-
-class Past(NamedTuple):
-    """What a run folder holds of the newest step, for observers to find what is missing. Rank 0 alone looks."""
-
-    run: Path
-    step: int
-    records: list[dict[str, Any]]  # of this step
-    left: list[str]  # titles of what was found missing before
-    dataset: Dataset
-    sample_length: int
 
 
 class Observer:
@@ -80,13 +71,30 @@ class Observer:
     def act(self, after: AfterStep) -> None:
         """Do it, on every rank."""
 
-    def left(self, past: Past) -> bool:
-        """Return whether the run does not hold what was due after its newest step."""
-        return False
-
     def sink(self, begun: Begun) -> Sink | None:
         """Return where the records of the run go, beside its metrics.jsonl. Rank 0 alone calls it."""
         return None
+
+
+class Unfinished:
+    """What a start does of the work that an earlier one has left undone after its newest step. Here nothing; a
+    capability finds and does what the titled observers have left. All ranks call the methods together."""
+
+    def find(
+        self, mesh: Mesh, run: Path, step: int, observers: Iterable[Observer], data: tuple[Dataset, int]
+    ) -> list[str]:
+        """Return the titles of observers whose work after `step`, the newest of the run, the run does not hold. data:
+        with the length of samples."""
+        return []
+
+    def make_up(self, loop: Any, left: list[str]) -> bool:
+        """Do what is `left`, in a `train.loop.Loop` at that step. Return whether the run was asked to end before all of
+        it was done."""
+        return False
+
+    def was_cut_short(self, loop: Any, due: list[Observer]) -> bool:
+        """Return whether the run was asked to end while observers acted that a later start makes up for."""
+        return False
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -120,7 +128,8 @@ class HeldOutLoss(Observer):
             figures = {f"{name}_{figure}": value for figure, value in found.figures.items()}
             after.report.figures(trainer.step, figures, f"{name} {found.shown}")
 
-    def left(self, past: Past) -> bool:
+    def left(self, past: Any) -> bool:
+        """Return whether a run does not hold the loss of its newest step. past: a `train.unfinished.left.Past`."""
         has_samples = next(past.dataset.held_out(self.part, past.sample_length, 1, 1), None) is not None
         name = f"{PART_NAMES[self.part]}_loss"
         return has_samples and all(record.get(name) is None for record in past.records)
@@ -148,7 +157,7 @@ class Progress(Observer):
         trainer, step, self._began = after.trainer, after.trainer.step, True
         recorded = self._is_recorded(step)
         metrics = {
-            **({} if after.mean_loss is None else {"loss": after.mean_loss}),
+            **({} if after.interval_loss is None else {"loss": after.interval_loss}),
             **({} if after.loss is None else {"step_loss": after.loss}),
             "grad_norm": after.grad_norm,
             "lr": trainer.optimizer.lr.item(),

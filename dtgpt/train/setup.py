@@ -18,7 +18,7 @@ from dtgpt.checkpoint.open import check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache
-from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset, without_effect
+from dtgpt.data.open import DataRequest, open_dataset, without_effect
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
@@ -128,13 +128,13 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
 
 def _remedy_for_memory(settings: Settings) -> str:
     """Return what makes a step need less memory, without a change of the curve, as a sentence goes on."""
-    if settings.micro_batch_size > 1:
-        return "lower micro_batch_size (the curve stays the same)"
-    if settings.recompute_blocks is not None:
-        return "raise recompute_blocks or leave it out (the curve stays the same)"
-    if settings.recompute != "full":
-        return "use --recompute full (the curve stays the same)"
-    return "use a plan that cuts the model over more processes (dtgpt plan shows them)"
+    helps = {
+        "lower micro_batch_size (the curve stays the same)": settings.micro_batch_size > 1,
+        "raise recompute_blocks or leave it out (the curve stays the same)": settings.recompute_blocks is not None,
+        "use --recompute full (the curve stays the same)": settings.recompute != "full",
+        "use a plan that cuts the model over more processes (dtgpt plan shows them)": True,
+    }
+    return next(remedy for remedy, may_help in helps.items() if may_help)
 
 
 def check_state_fits(settings: Settings, process: Process) -> None:
@@ -165,9 +165,9 @@ def read_dataset(recipe: Recipe) -> Dataset:
     kind, given = objective_of(recipe)
     kind.check(given, dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
-    check_ends(recipe.data, dataset.tokenizer)
-    if recipe.data.eod_mask_loss:
-        check_counted(dataset, recipe.batch_sizes().before(recipe.num_steps), recipe.sample_length, recipe.seed)
+    for check in seams.listed("data_checks", recipe.data):
+        samples = recipe.batch_sizes().before(recipe.num_steps)
+        check(recipe.data, dataset, samples, recipe.sample_length, recipe.seed)
     return dataset
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, read_state, step_of
+from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
@@ -24,7 +24,6 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.run.folder import run_to_resume
 from dtgpt.run.saved_recipe import read_recipe, recipe_of_run, saved_value
 from dtgpt.util import seams
-from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_value
 
@@ -134,7 +133,10 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
     # A run that goes on keeps its own recipe; of the file it takes what an older version of dtgpt did not have.
     if (run := resume.run) is not None:
         recipe = recipe_of_run(run, file, asked, given, lambda file: with_steps(_checked(file)))
-        return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
+        if recipe.train_samples is None:
+            return recipe
+        missing = "train_samples of a run that goes on needs a capability, which is not here; give --steps"
+        return seams.first("sample_counts", missing).count_on(recipe, run, resume.checkpoint)
     return beginning(asked.init_from, asked.resume, asked.model.vocab_size).settle(asked, given)
 
 
@@ -150,21 +152,6 @@ def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Re
 def _checked(recipe: Recipe) -> Recipe:
     checked(recipe)
     return recipe
-
-
-def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
-    """Return the recipe of a resumed run with `steps` in place of `train_samples`: those of its checkpoint, and as many
-    as the samples after it fill, whatever sizes its steps had."""
-    checked(recipe)
-    found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
-    try:
-        state = read_state(found, own=type(recipe.model)) if found else {}
-    except UserError:  # which is told where the run is resumed
-        state = {}
-    step, seen = state.get("step", 0), state.get("consumed_samples", 0)
-    if seen > recipe.train_samples:
-        raise UserError(f"{run} has already seen {counted(seen, 'sample')}; raise --train_samples to go on")
-    return with_steps(recipe, step, seen)
 
 
 # The checks of one process.

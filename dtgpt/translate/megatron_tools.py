@@ -3,11 +3,11 @@ tools/run_text_generation_server.py and tasks/main.py."""
 
 from collections.abc import Sequence
 
-from dtgpt.config.overrides import value_text
 from dtgpt.translate.megatron_table import entries_of
 from dtgpt.translate.options import Answer, GivenOption, Table, flat, no, read_options, skip, to, together
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import value_text
 
 BERT = no("it is for BERT; give its tokenizer.json with --tokenizer-type HuggingFaceTokenizer")
 TIKTOKEN = no("name a tiktoken encoding, as in --tokenizer cl100k_base")

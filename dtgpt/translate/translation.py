@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
 
-from dtgpt.config.overrides import value_text
 from dtgpt.translate.options import GivenOption, Kind, Table, find
 from dtgpt.translate.script import is_count, readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import value_text
 
 PROCESSES = {  # options of launchers, without dashes -> what they count
     "nproc-per-node": "per_node",

@@ -31,6 +31,11 @@ def say_error(text: str) -> None:
     _print(text, sys.stderr)
 
 
+def say_interrupted() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        say_error("dtgpt: interrupted")
+
+
 def write(text: str) -> None:
     """Write a piece of a line to stdout and flush it, with the tolerance of `say`, on whichever rank."""
     _write(text, sys.stdout)

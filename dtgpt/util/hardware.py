@@ -1,28 +1,19 @@
-"""Facts of this machine: devices, their peak FLOP/s and memory, compilers, the allocator of the C library, versions,
-and the source revision.
+"""Facts of this machine: devices, their memory and peak FLOP/s.
 
-A run says which machine it was on, so that its speed can be judged and its numbers be had again, and what this machine
-cannot do is told before a model is built. The other files take a `torch.device`, and ask here."""
+What this machine cannot do is told before a model is built, and a run says which machine it was on, so that its speed
+can be judged and its numbers be had again. The other files take a `torch.device`, and ask here."""
 
-import importlib.util
 import os
-import platform
 import resource
-import shutil
-import socket
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from importlib import metadata
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import dtgpt
 from dtgpt.util import seams
 from dtgpt.util.console import counted
 
@@ -60,17 +51,6 @@ def memory_errors_as_user_errors(remedy: str) -> Iterator[None]:
         yield
 
 
-def why_no_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks here, if anything: a C++ compiler for the CPU, a C compiler and Triton for
-    CUDA."""
-    variable, programs = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
-    if not any(shutil.which(p) for p in (*programs, os.environ.get(variable) or "")):
-        return f"no compiler ({' or '.join(programs)}) was found"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton is missing"
-    return None
-
-
 # Memory of which PyTorch's allocator does not know: tensors by their ids, as long as they live.
 beside_allocator: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -90,60 +70,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-PACKAGES = (
-    "dtgpt",
-    "torch",
-    "numpy",
-    "einops",
-    "safetensors",
-    "tensorboard",
-    "tiktoken",
-    "tokenizers",
-    "triton",
-    "wandb",
-)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the version of each of `PACKAGES` that is installed."""
-    versions = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions | {"torch": torch.__version__}
-
-
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, device, source revision and command: what one needs to run the same again."""
-    return {
-        "command": sys.argv,
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": package_versions(),
-        "cuda": torch.version.cuda,
-        "device": device_name(device),
-        "git": git_revision(),
-    }
-
-
-def describe_versions() -> str:
-    """Return one line: dtgpt with the revision of its checkout, torch, CUDA, Python."""
-    revision, cuda = git_revision(), torch.version.cuda
-    parts = [
-        f"dtgpt {dtgpt.__version__}" + (f" ({revision})" if revision else ""),
-        f"torch {torch.__version__}",
-        f"CUDA {cuda}" if cuda else "no CUDA",
-        f"Python {platform.python_version()}",
-    ]
-    return ", ".join(parts)
-
-
-def git_revision() -> str | None:
-    """Return the revision of the checkout that dtgpt runs from, "-dirty" where files differ; None outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    """Return what capabilities say of this machine and what is installed on it."""
+    return {name: value for describe in seams.listed("environments") for name, value in describe(device).items()}

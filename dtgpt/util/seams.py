@@ -11,7 +11,7 @@ The core does not import a capability. `dtgpt/capabilities.py` lists the modules
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -61,91 +61,123 @@ class Launch:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Capability:
-    """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
+# The seams: what a capability may add, in the order of the reading list. Where nothing else is said, a function or an
+# object is asked for what stands behind the colon.
+LISTED = {  # without names: asked in the order of the capabilities
+    # A recipe and its plan.
+    "recipe_folders": "lets a recipe file import what lies in its folder",
+    "rampups": "of a batch size: a class that derives from `config.schedule.BatchSizes`",
+    "plan_rules": "what a recipe cannot be under a `plan`: a table of `util.rules`",
+    "settings_rules": "what `Settings` cannot be: a table of `util.rules`",
+    "plan_choices": "the recipe with a plan, for a recipe with `auto` and a number of processes",
+    "compilers": "whether blocks are compiled, by what a recipe says, device, graphs and plan",
+    "device_checks": "of a GPU: raises UserError where this torch cannot compute on it",
+    "device_notes": "of `Settings` on a GPU: what a user should know, or None",
+    # Models and operations.
+    "few_words": "of random numbers on a CPU: makes those of `ops.random.philox.block_words`, or returns None",
+    "activations": "finds a function of MLPs, like `ops.activations.activation`",
+    "rotary_scalings": "frequencies, for a `Rotation` and its waves",
+    "core_sizes": "measures the attention cores of a block that do not say their sizes",
+    "sharings": "of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`",
+    "foreign_models": "what to do with a checkpoint of a class that is not here",
+    # How a rank's model is built and runs.
+    "stage_cuts": "blocks of each pipeline stage, of a config and a number of stages",
+    "build": "what is done to a stage: a `parallel.build.Entry`",
+    "added_modules": "where a section freezes weights: adds the modules of a stage that are trained",
+    "initial_values": "fills these",
+    "batch_parts": "a rank's part of a batch, where ranks share samples, from the whole and the rank's place",
+    "cp_groups": "makes the groups of ranks that share samples, for a mesh",
+    "own_tables": "raises UserError for a plan's own table that no model can have",
+    "own_styles": "joins the styles of a plan's own table to the default ones",
+    "head_degrees": "of each block, under a plan with a table: the ranks over which heads are cut",
+    "table_tests": "tests an engine whose plan has a table, by its settings, before the first step",
+    "transports": "a way between ranks: a `parallel.collectives.Transport`",
+    "late_votes": "of a mesh on GPUs: makes what `Mesh.vote` asks",
+    "flat_sums": "of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`",
+    "inference_stages": "makes those of a rank, like `parallel.inference.inference_stages`",
+    "graphs": "replays pieces of a step: a class that derives from `parallel.engine.Graphs`",
+    "timers": "of the parts of a step: a class that derives from `parallel.engine.Timers`",
+    "step_states": "makes what a step keeps for the next one, or returns None",
+    # A run.
+    "beginnings": "of a run with other weights than new ones: a `train.start.Beginning`, or None",
+    "bases": "of weights that checkpoints leave out: a `train.init_from.begin.Base`",
+    "memory_checks": "before a rank allocates, of settings, rank and ranks of its node: raises UserError",
+    "cpu_cautions": "of a model, the samples of a step and their length, on a CPU: what to know, or None",
+    "cpu_starts": "called before a run on a CPU allocates",
+    "observers": "what happens between steps: a function of log and steps that makes an `Observer`",
+    "unfinished": "of what a start has left undone: a class that derives from `train.observer.Unfinished`",
+    "former_starts": "keeps what a start was, when another one begins: see `run.folder.describe_run`",
+    "sample_counts": "of a run that goes on: `train.sample_counts.counts.SAMPLE_COUNTS`",
+    "newest_runs": "of a name, for `resume=auto`: `run.newest.run.NEWEST`",
+    "older_recipes": "of what recipe.json says, which it changes to what is written today",
+    "kept_values": "of a run that goes on: says in which values its recipe file differs",
+    "changed_values": "of a run that goes on: the values that change, in words",
+    "kept_data": "of a run that goes on: refuses a path of data that are not here",
+    "savers": "of checkpoints: a class that derives from `checkpoint.save.Saver`",
+    "verifications": "of checkpoints: a `checkpoint.shard_file.Verification`",
+    "peers": "how processes find and watch each other: a `util.peers.Peers`",
+    # Files.
+    "sources": "weights of other libraries: a `checkpoint.open.SourceFormat`",
+    "datasets": "data that are no plain text: a `data.open.DataFormat`",
+    "tokenizers": "of other libraries: a `data.tokenizers.open.TokenizerFormat`",
+    "masks": "of a `DataConfig` and an end of text: a class that derives from `models.batch.WindowMasks`",
+    "data_checks": "of a `DataConfig`, a dataset, samples, their length and the seed: raises UserError",
+    "batches": "of steps, on a device: a class that derives from `data.dataset.Batches`",
+    "caches": "of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`",
+    "locks": "of files: a class that derives from `util.storage.FileLock`",
+    "near_paths": "finds a path like one that does not exist",
+    # Generation.
+    "options": "of a prompt: a class that derives from `inference.base_options.BaseOptions`",
+    "prompt_options": "of `dtgpt generate`: a dataclass of options, with a function `chosen`",
+    "exact_bits": "of training's forward pass: an `inference.step.ExactBits`",
+    "rank_steps": "a class that derives from `inference.step.Step`, with `serves`",
+    "rank_commands": "of rank 0 to all ranks: functions as in `inference.commands`",
+    "scorers": "of the tokens of prompts: an `inference.engine.PromptScorer`",
+    "special_ids": "of a tokenizer, or None and the size of a vocabulary: ids by the fields of `SpecialIds`",
+    "logit_rules": "before a token is chosen: a function like `inference.rules.edits.edit`",
+    "text_streams": "of tokens that depend on others: an `inference.prompts.TextStream`",
+    # The program and its machine.
+    "program_starts": "before torch is imported, without arguments: why the program cannot go on, or None",
+    "watches": "called as the program begins, before it knows its command",
+    "launches": "the processes of a run: the class of a `Launch`, one at most",
+    "option_help": "what `--help` says of options: `commands.option_help.text.describe`",
+    "explanations": "of what a user gave: `Explanations`",
+    "failures": "told the sentence with which the program ends",
+    "executors": "makes an `Executor` of a number of threads",
+    "environments": "of a device: what is said of the machine, by name",
+    "versions": "of what is installed, by package",
+    "peaks": "of a device and a type: FLOP/s, or None",
+    "memory_errors": "a context in which they are told, with a remedy",
+}
+NAMED = {  # by a name, under which the core or a user asks for one
+    "public": "what `import dtgpt` gives",
+    "sections": "of a recipe: the class of a field",
+    "precisions": "of a recipe: a `config.sections.Precision`",
+    "schedules": "of learning rates: a class that derives from `config.schedule.Schedule`",
+    "optimizers": "by its kind: the class of a config",
+    "recomputes": "in backward, by a recipe's `recompute`: what does so",
+    "sums": "of gradients, by a recipe's `reduce`: a class that derives from `parallel.gradients.Sums`",
+    "alternatives": "of a plan: what can `parse` them, and `choose` one",
+    "degrees": "by the field of a plan: checks it",
+    "idle_degrees": "by the field of a plan: what inference ignores, in words",
+    "role_styles": "by a role: makes its `ParallelStyle`",
+    "architectures": "the class of a model's config",
+    "kernels": "by an operation: a sequence of `ops.operation.Kernel`",
+    "objectives": "by the option that turns it on: the class of what a run learns",
+    "entries": "of a checkpoint: checks the entry of this name",
+    "encoders": "by the option that asks for it: makes tokens of messages, a `data.prepare.encode.MessageFormat`",
+    "commands": "`dtgpt NAME`: a `CommandEntry`",
+}
 
-    public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
-    sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
-    rampups: tuple[str, ...] = ()  # of a recipe's batch size: a class that derives from `schedule.BatchSizes`
-    precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
-    schedules: Mapping[str, str] = field(default_factory=dict)  # of learning rates: a `schedule.Schedule`, by its name
-    commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
-    option_help: tuple[str, ...] = ()  # what `--help` says of options: `commands.option_help.text.describe`
-    # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
-    added_modules: tuple[str, ...] = ()
-    initial_values: tuple[str, ...] = ()
-    build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
-    batch_parts: tuple[str, ...] = ()  # of a rank, where ranks share samples: from a whole batch and the rank's place
-    cp_groups: tuple[str, ...] = ()  # of the ranks that share a sample: what makes them for a mesh
-    degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
-    own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
-    role_styles: Mapping[str, str] = field(default_factory=dict)  # of a role: what makes its `ParallelStyle`, by name
-    activations: tuple[str, ...] = ()  # of MLPs: what finds one, like `ops.activations.activation`
-    rotary_scalings: tuple[str, ...] = ()  # of positions: frequencies, for a `Rotation` and its waves
-    head_degrees: tuple[str, ...] = ()  # of blocks, under a plan with a table: what finds the ranks that cut heads
-    table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
-    sums: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
-    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.collectives.Transport`
-    inference_stages: tuple[str, ...] = ()  # of a rank: what makes them, like `parallel.inference.inference_stages`
-    architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
-    optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
-    objectives: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what a run learns: its class, by the option that turns it on
-    step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
-    entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
-    launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
-    watches: tuple[str, ...] = ()  # begun as the program begins, before it knows its command: called without arguments
-    peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
-    beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
-    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
-    timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
-    graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
-    locks: tuple[str, ...] = ()  # of files: a class that derives from `util.storage.FileLock`
-    verifications: tuple[str, ...] = ()  # of checkpoints: a `checkpoint.shard_file.Verification`
-    savers: tuple[str, ...] = ()  # of checkpoints: a class that derives from `checkpoint.save.Saver`
-    observers: tuple[str | When, ...] = ()  # what happens between steps
-    former_starts: tuple[
-        str, ...
-    ] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
-    # Of a run that goes on: what says in which values its recipe file differs, lists those that change, and refuses a
-    # path of data that are not here.
-    kept_values: tuple[str, ...] = ()
-    changed_values: tuple[str, ...] = ()
-    kept_data: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()  # weights of other libraries
-    datasets: tuple[str, ...] = ()  # data that are no plain text
-    # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.
-    encoders: Mapping[str, str] = field(default_factory=dict)
-    tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
-    caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
-    memory_checks: tuple[str, ...] = ()  # before a rank allocates: of settings, rank and ranks of its node
-    near_paths: tuple[str, ...] = ()  # finds a path like one that does not exist
-    cpu_starts: tuple[str, ...] = ()  # called before a run on a CPU allocates
-    foreign_models: tuple[str, ...] = ()  # says what to do with a checkpoint of a class that is not here
-    core_sizes: tuple[str, ...] = ()  # of a block's attention cores that do not say theirs: what measures them
-    memory_errors: tuple[str, ...] = ()  # a context in which they are told, with a remedy
-    peaks: tuple[str, ...] = ()  # of a device and a type: FLOP/s, or None
-    flat_sums: tuple[str, ...] = ()  # of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`
-    device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
-    device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None
-    plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
-    alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one
-    sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
-    prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
-    options: tuple[str, ...] = ()  # of a prompt: a class that derives from `inference.base_options.BaseOptions`
-    exact_bits: tuple[str, ...] = ()  # of training's forward pass: an `inference.step.ExactBits`
-    rank_steps: tuple[str, ...] = ()  # of generation: a class that derives from `inference.step.Step`, with `serves`
-    rank_commands: tuple[str, ...] = ()  # of rank 0 to all ranks that generate: functions as in `inference.commands`
-    scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
-    logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
-    text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`
-    explanations: tuple[str, ...] = ()  # `Explanations`
-    # What may serve an operation: a sequence of `ops.operation.Kernel`, by the operation's name.
-    kernels: Mapping[str, str] = field(default_factory=dict)
+
+class Capability:
+    """What a capability adds, by seam: of those LISTED a tuple of parts, and of those NAMED parts by name. Each part is
+    'module:object', of those LISTED perhaps in a `When`, and is imported when the core first needs it."""
+
+    def __init__(self, **parts: Any):
+        if unknown := parts.keys() - LISTED.keys() - NAMED.keys():
+            raise TypeError(f"there is no seam {', '.join(sorted(unknown))}")
+        self.parts = dict.fromkeys(LISTED, ()) | {name: {} for name in NAMED} | parts
 
 
 OFF = (None, False, 0, "", "off")
@@ -157,6 +189,7 @@ def use(modules: Iterable[str]) -> None:
     global _modules
     _modules = tuple(modules)
     capabilities.cache_clear()
+    _parts.cache_clear()
 
 
 @cache
@@ -173,7 +206,7 @@ def load(part: str) -> Any:
 
 def added(seam: str) -> dict[str, Any]:
     """Return the parts that capabilities add at a seam, by name."""
-    return {name: part for capability in capabilities() for name, part in getattr(capability, seam).items()}
+    return {name: part for capability in capabilities() for name, part in capability.parts[seam].items()}
 
 
 def first(seam: str, missing: str) -> Any:
@@ -192,6 +225,10 @@ def ask(seam: str, question: Callable[[Any], Any]) -> Any:
 def listed(seam: str, given: Any = None) -> list[Any]:
     """Return the objects that capabilities add at a seam without names, imported: of those `When` some options are on,
     those that are on in `given`."""
-    parts = (part for capability in capabilities() for part in getattr(capability, seam))
-    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in parts)
+    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in _parts(seam))
     return [load(part) for part in named if part]
+
+
+@cache  # a search for plans asks some seams thousands of times
+def _parts(seam: str) -> tuple[str | When, ...]:
+    return tuple(part for capability in capabilities() for part in capability.parts[seam])

@@ -151,22 +151,6 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield another folder to fill; it is called `folder` when the context ends and all in it is on the disk. If the
-    context fails, nothing is left. Raises OSError."""
-    partial = temporary_path(folder, secrets.token_hex(4))
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
-            sync_path(path)
-        partial.rename(folder)
-        sync_path(folder.parent)
-    finally:
-        remove_tree(partial)
-
-
 class Held(Exception):
     """Another process has the lock: "another process (pid 17 on node3)", or without host and pid if unknown."""
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from dtgpt.commands.command import help_text
-from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
+from dtgpt.config.overrides import apply_overrides, leaves, replace_values
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_rules import large_for_a_cpu
 from dtgpt.data.open import with_tokenizer
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
+from dtgpt.util.machine.large_models import large_for_a_cpu
+from dtgpt.util.shared.option_words import value_text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 

@@ -6,10 +6,17 @@ from operator import attrgetter
 
 import pytest
 
-from dtgpt.config.recipe_rules import NOTES, PLAN_RULES, RULES, SETTINGS_RULES
+from dtgpt.config.recipe_rules import NOTES, RULES
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig, Section
 from dtgpt.util import seams
 from dtgpt.util.rules import Condition, Rule, Values, broken
+
+
+def added(seam: str) -> list:
+    """Return the tables that capabilities add, whatever a recipe has on."""
+    parts = [part for each in seams.capabilities() for part in each.parts[seam]]
+    return [seams.load(getattr(part, "part", part)) for part in parts]
+
 
 SECTIONS = {name: seams.load(part) for name, part in seams.added("sections").items()}
 
@@ -39,11 +46,15 @@ def test_every_sentence_of_a_recipe_can_be_written(full):
     plan, choice = full.plan_for(1), full.planned_choice(1)
     told = [
         *sentences(RULES, full),
-        *sentences(PLAN_RULES, full, plan=plan),
-        *sentences(SETTINGS_RULES, full.planned(1)),
+        *(told for rules in added("plan_rules") for told in sentences(rules, full, plan=plan)),
+        *(told for rules in added("settings_rules") for told in sentences(rules, full.planned(1))),
         *sentences(NOTES, full, choice=choice, device="cpu", length=10),
     ]
-    assert len(told) > 20 and "global_batch_size=8 is not a multiple of micro_batch_size=4; " in "".join(told)
+    assert (
+        len(added("plan_rules")) == 3
+        and len(told) > 20
+        and "global_batch_size=8 is not a multiple of micro_batch_size=4; " in "".join(told)
+    )
     assert not any("{" in sentence for sentence in told)
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
+from dtgpt.data.documents.masks import DocumentMasks, document_bounds, reset_positions
+from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.attention.core import causal_attention, hidden_columns
 from dtgpt.ops.loss.cross_entropy import cross_entropy

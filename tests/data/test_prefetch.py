@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from dtgpt.data.dataset import Prefetcher
+from dtgpt.data.prefetched.prefetcher import Prefetcher
 from tests.support.runs import training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -40,7 +40,8 @@ from dtgpt.ops.kernels.linear import FEW
 from dtgpt.ops.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import inference
-from dtgpt.parallel.build import build_stages, compile_forward
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.compiled.blocks import compile_forward
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError

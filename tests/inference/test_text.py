@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.prompts import segments, text_stream, token_of
+from dtgpt.inference.prompts import segments, text_stream
 from dtgpt.inference.rules.options import check_stop_strings
+from dtgpt.inference.rules.special import token_of
 from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind

@@ -13,7 +13,7 @@ from dtgpt.checkpoint.load import Saved, read_part
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
-from dtgpt.data.tokenizers.tokenizer import Char
+from dtgpt.data.library_tokenizers.characters import Char
 from dtgpt.interop.megatron.training import MegatronTraining
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dtgpt.config.sections import LogConfig, OptimizerConfig
+from dtgpt.data.documents.masks import DocumentMasks
 from dtgpt.inference.library.load import load
 from dtgpt.interop.hf.model import HuggingFace
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.shared.packed import pieces
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
 from tests.support.families import CORRECTION, EXPERTS, MODELS, OURS_WITH_EXPERTS, their_model, theirs_of, twin_of
@@ -202,5 +204,5 @@ def test_gate_and_up_of_a_shared_mlp_are_two_matrices():
     config = OURS_WITH_EXPERTS["qwen2_moe"]
     named = {parameter.name: parameter for parameter in inventory(config).parameters()}
     expected = [(range(0, 80, 2),), (range(1, 80, 2),)]
-    assert config.pieces(named["blocks.0.mlp.shared.gate_up.weight"]) == expected
-    assert config.pieces(named["blocks.0.mlp.shared.down.weight"]) == [(range(32),)]
+    assert pieces(config, named["blocks.0.mlp.shared.gate_up.weight"]) == expected
+    assert pieces(config, named["blocks.0.mlp.shared.down.weight"]) == [(range(32),)]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.attention.core import Backend, Case, backend_for, causal_attention, check_backend, split_qkv
+from dtgpt.models.shared.attention_backend import backend_for
+from dtgpt.ops.attention.core import Backend, Case, causal_attention, check_backend, split_qkv
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.planning.activations import core_bytes

@@ -7,8 +7,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.models import layers
-from dtgpt.models.batch import document_bounds
 from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention.core import causal_attention

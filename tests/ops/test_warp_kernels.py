@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.ops.kernels import devices
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.window import spans_of_window

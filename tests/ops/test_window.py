@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
+from dtgpt.models.shared.attention_backend import backend_for
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows
-from dtgpt.ops.attention.core import AttentionRule, Case, backend_for, causal_attention, check_backend, unknown_to
+from dtgpt.ops.attention.core import AttentionRule, Case, causal_attention, check_backend, unknown_to
 from dtgpt.ops.attention.prompts import write_rings
 from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.util.errors import UserError

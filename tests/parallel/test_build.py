@@ -11,7 +11,7 @@ from dtgpt.util import seams
 from tests.support.bodies_exact import bits_of_steps, bits_without_parallel_capabilities
 from tests.support.ranks import pool
 
-PLAIN = SimpleNamespace(products=None)
+PLAIN = SimpleNamespace(products=None, compile=False, recompute="none")
 LAST = Entry("last", lambda made: True, lambda part, made: None, after=BUILD[-1].name)
 
 

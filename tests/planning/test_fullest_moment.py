@@ -14,7 +14,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.operation import split_backward
 from dtgpt.optim.muon import MuonConfig, matrices
 from dtgpt.optim.muon import memory as muon_memory
-from dtgpt.parallel.build import recomputed
+from dtgpt.parallel.recompute.blocks import recomputed
 from dtgpt.planning.activations import block_activations, block_work
 from dtgpt.planning.memory import MIB, padding
 from dtgpt.planning.meta_block import BlockKind, LiveBytes, make_block, make_input

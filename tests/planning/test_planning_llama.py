@@ -10,7 +10,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA31_405B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
-from dtgpt.parallel.stages import balanced_cut
+from dtgpt.parallel.balanced_stages.cut import balanced_cut
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of

@@ -2,12 +2,12 @@
 
 import ast
 import os
-from dataclasses import fields
 from importlib import import_module
 
 import pytest
 
 from dtgpt.capabilities import CAPABILITIES
+from dtgpt.util.seams import LISTED, NAMED, Capability
 from tests.support.core import files, imports, room_of
 from tests.support.fresh import run_fresh
 
@@ -36,13 +36,17 @@ def call(*words):
 
 call("--help")
 call("train", "plain.py")
-call("train", "plain.py", "--resume", "auto", "--steps", "3")
+call("train", "plain.py", "--resume", "runs/plain-001", "--steps", "3")
 call("generate", "runs/plain-001", "--prompt", "def", "--tokens", "4", "--device", "cpu")
 call("plan", "plain.py")
 call("train", "plain.py", "--lora.rank", "4")
 call("train", "plain.py", "--precision", "fp8")
 call("train", "plain.py", "--precision", "fp16")
 call("train", "plain.py", "--plan", "auto")
+call("train", "plain.py", "--resume", "auto")
+call("train", "plain.py", "--recompute", "full")
+call("train", "plain.py", "--compile", "on")
+call("train", "plain.py", "--data.reset_position_ids")
 call("train", "plain.py", "--num-layers", "2")
 call("train", "plain.py", "--reduce", "exact")
 from dataclasses import replace
@@ -58,12 +62,19 @@ Def = ast.FunctionDef  # what it imports is imported when it is called
 def modules_of(capability: str) -> set[str]:
     """Return the modules of a capability: those of its folder, and its parts elsewhere, such as commands."""
     found = {name for name in files() if f"{name}.".startswith(f"{capability}.")}
-    described = import_module(capability).CAPABILITY
-    for seam in fields(described):
-        parts = getattr(described, seam.name)
+    described = import_module(capability).CAPABILITY.parts
+    for parts in (parts for seam, parts in described.items() if seam != "idle_degrees"):  # which are words
         for part in parts.values() if hasattr(parts, "values") else parts:
             found.add(getattr(part, "part", part).partition(":")[0])
     return {name for name in found if room_of(files()[name]) is None}
+
+
+def test_each_seam_is_asked_for_and_no_other_is_there():
+    sources = {name: path.read_text() for name, path in files().items()}
+    asked = "".join(source for name, source in sources.items() if name != "dtgpt.util.seams")
+    assert [seam for seam in (*LISTED, *NAMED) if f'"{seam}"' not in asked] == []
+    with pytest.raises(TypeError, match=r"there is no seam observer$"):
+        Capability(observer=("a:part",))
 
 
 @pytest.mark.slow(2)
@@ -88,13 +99,17 @@ def test_the_core_trains_resumes_and_generates_without_any_capability(core_alone
     environment = {**os.environ, "PYTHONPATH": str(core_alone), "DTGPT_CACHE": str(tmp_path / "cache")}
     done = run_fresh(["-c", PROGRAM], tmp_path, environment)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert codes == ["0"] * 4 + ["2"] * 7, done.stdout + done.stderr
+    assert codes == ["0"] * 4 + ["2"] * 11, done.stdout + done.stderr
     for sentence in (
         "there is no command 'plan'; use one of train, generate",
         "there is no option --lora.rank; see --help for the list",
         "--precision fp8 is not a choice; use one of auto, fp32, bf16, fp16",
         "precision=fp16 needs a loss scale, and no capability here has one; use --precision bf16",
         "plan=auto is chosen by dtgpt train and dtgpt plan",
+        "resume=auto needs a capability, which is not here; name the run with --resume",
+        "--recompute full is not a choice; use one of none",
+        "compile=on needs a capability, which is not here; use --compile off",
+        "no capability here keeps documents apart; leave data.reset_... and data.eod_mask_loss out",
         "--reduce exact is not a choice; use one of fast",
         "the plan has cp, but no capability here brings it about; leave cp out",
         "there is no option --num-layers; did you mean --model.num_layers?",

@@ -8,7 +8,8 @@ import torch
 
 from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.sections import DataConfig
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.data.documents.masks import DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtgpt.data.documents.masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtgpt.models.batch import document_bounds
+from dtgpt.data.documents.masks import document_bounds
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.packed import split as split_qkv

@@ -52,7 +52,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|sequences)"
     ),
     "util": (
-        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|torch_private|seams)"
+        r"util/(console|errors|field_types|rules|storage|hardware|peers|torch_private|seams)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|model_options)|__init__|__main__"

@@ -15,12 +15,13 @@ from torch import Tensor
 from dtgpt.checkpoint.open import SourceFormat
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, TextDataset
+from dtgpt.data.library_tokenizers.characters import Char
 from dtgpt.data.open import DataFormat, DataRequest
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
@@ -35,7 +36,7 @@ class Archive(Source):
         self._arrays = np.load(path)
         self.config = GPT2Config(**json.loads(str(self._arrays["config"])))
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         return cut(torch.from_numpy(self._arrays[name]), part)
 
 

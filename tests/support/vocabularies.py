@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data.library_tokenizers.characters import Char
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.library_tokenizers.sentencepiece_export import sentencepiece_json
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]
 DATA = Path(__file__).parents[1] / "fixtures"

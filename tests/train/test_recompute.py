@@ -12,8 +12,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
+from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention
 from dtgpt.ops.kernels.attention import flash
+from dtgpt.parallel.recompute.blocks import operations
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import each, pool

@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.config.overrides import leaves, read_words, take, value_text
+from dtgpt.config.overrides import leaves, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import kinds
 from dtgpt.models.config import architectures
@@ -22,6 +22,7 @@ from dtgpt.translate.megatron_tools import PROGRAMS
 from dtgpt.translate.options import Answer, GivenOption, explain, flat
 from dtgpt.util.errors import UserError
 from dtgpt.util.seams import load
+from dtgpt.util.shared.option_words import value_text
 from tests.support.other_architecture import OtherConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "megatron.md"

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.execution import choose_compiler, choose_device, choose_dtype, choose_graphs
+from dtgpt.config.execution import choose_device, choose_dtype, choose_graphs
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.ops.kernels.devices import below_ampere
+from dtgpt.parallel.compiled.choice import choose_compiler
 from dtgpt.planning.memory_check import check_memory
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.train import setup

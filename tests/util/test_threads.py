@@ -7,7 +7,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 
 from dtgpt.data.prepare.pool import ordered_map
-from dtgpt.util.threads import Threads
+from dtgpt.util.machine.threads import Threads
 from tests.data.test_prefetch import CUDA, Prefetcher, numbers, same
 
 

@@ -24,8 +24,8 @@ from dtgpt.checkpoint.save import Failed, Saver
 from dtgpt.checkpoint.shard_file import Damaged, ShardFile, Written
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.machine.threads import Threads
 from dtgpt.util.storage import parse_json, read_regular, remove_tree, write_text
-from dtgpt.util.threads import Threads
 
 WRITERS = 4  # threads
 POLL = 0.05  # s between two looks at what other ranks have written

@@ -18,8 +18,8 @@ from dtgpt.checkpoint.shard_file import Damaged, Verification, Written, piece_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.util import seams
 from dtgpt.util.errors import shown, shown_name
+from dtgpt.util.machine.threads import Threads
 from dtgpt.util.storage import open_regular
-from dtgpt.util.threads import Threads
 
 COUNT = range(1 << 62)
 # Of what type an entry of `state.json` is, or in which range a whole number.

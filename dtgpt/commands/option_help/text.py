@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from dtgpt.commands.command import ALL
-from dtgpt.config.overrides import REQUIRED, describe_type, leaves, value_text
+from dtgpt.config.overrides import REQUIRED, describe_type, leaves
+from dtgpt.util.shared.option_words import value_text
 
 LEFT = 34  # the column where descriptions begin
 LONGEST_TYPE = 24  # longer lists of choices stand in the description

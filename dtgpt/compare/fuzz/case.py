@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from dtgpt.config.overrides import Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.config.overrides import Options, leaves, read_words, replace_values, take
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
@@ -33,6 +33,7 @@ from dtgpt.train.start import checked
 from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.shared.option_words import value_text
 
 SMALLEST: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 257}
 GROUPED: dict[str, Any] = {**SMALLEST, "num_kv_heads": 1, "head_dim": 4, "ffn_hidden_size": 8}

@@ -19,10 +19,11 @@ from dtgpt.compare.fuzz.pool import Pool, PoolJob, ProcessResult
 from dtgpt.compare.fuzz.report import line, table
 from dtgpt.compare.fuzz.shrink import shrink
 from dtgpt.config.execution import choose_device
-from dtgpt.config.overrides import Options, as_words
+from dtgpt.config.overrides import Options
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.option_words import as_words
 
 RANKS_ON_CPU = 4
 TRIES = 60  # cases to run while one is shrunk

@@ -19,15 +19,8 @@ import numpy as np
 from dtgpt.data.cached.file_array import FileArray, open_cached
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
-from dtgpt.util.storage import (
-    FileLock,
-    Held,
-    atomic_folder,
-    parse_json,
-    read_regular,
-    remove_tree,
-    write_text,
-)
+from dtgpt.util.shared.folders import atomic_folder
+from dtgpt.util.storage import FileLock, Held, parse_json, read_regular, remove_tree, write_text
 
 CONTENTS = "contents.json"
 INDEX_FORMAT = 1  # of indexes of samples; raise when the same settings would give other arrays

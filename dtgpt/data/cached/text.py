@@ -14,8 +14,9 @@ import numpy as np
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.cached.folders import load_or_make
 from dtgpt.data.dataset import TextTokens
-from dtgpt.data.tokenizers.open import read_content, read_saved
+from dtgpt.data.tokenizers.open import read_saved
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.shared.vocabulary_files import read_content
 
 FORMAT = 2  # raise when the same settings would give other tokens
 FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents

@@ -7,12 +7,12 @@ from typing import Any
 from dtgpt.data.library_tokenizers.added_tokens import opening_template
 from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, tokenizer_json
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel, letter_bytes
-from dtgpt.data.library_tokenizers.characters import characters_json
+from dtgpt.data.library_tokenizers.characters import Char, characters_json
 from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
 from dtgpt.data.library_tokenizers.rank_files import QWEN
 from dtgpt.data.library_tokenizers.sentencepiece_export import normalizes, sentencepiece_json
-from dtgpt.data.tokenizers.tokenizer import Bytes, Char, Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Bytes, Tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 

@@ -19,9 +19,9 @@ from dtgpt.data.library_tokenizers.folder import (
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.library_tokenizers.rank_files import from_ranks, is_rank_file
-from dtgpt.data.tokenizers.open import read_content
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST, Tokenizer
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.shared.vocabulary_files import read_content
 from dtgpt.util.storage import parse_json
 
 

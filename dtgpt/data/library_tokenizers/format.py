@@ -12,8 +12,8 @@ class LibraryFiles(TokenizerFormat):
     """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
     takes every file, and stands behind all others."""
 
-    saved = frozenset({"ranks", "tokenizer_json", "sentencepiece"})
-    makes = frozenset({"bpe", "gpt2"})
+    saved = frozenset({"characters", "ranks", "tokenizer_json", "sentencepiece"})
+    makes = frozenset({"bpe", "char", "gpt2"})
 
     def takes(self, path: Path) -> bool:
         return True
@@ -38,11 +38,19 @@ class LibraryFiles(TokenizerFormat):
         return encoding_names()
 
     def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+        if kind == "char":
+            from dtgpt.data.library_tokenizers.characters import Char
+
+            return Char.of_texts(documents)
         from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, from_tiktoken, train_ranks
 
         return from_tiktoken(kind) if kind != "bpe" else ByteLevel("bpe", PATTERN, train_ranks(documents, vocab_size))
 
     def from_json(self, saved: dict[str, Any]) -> Tokenizer:
+        if "characters" in saved:
+            from dtgpt.data.library_tokenizers.characters import Char
+
+            return Char(saved["characters"])
         if "ranks" in saved:
             from dtgpt.data.library_tokenizers.byte_level import ByteLevel
 

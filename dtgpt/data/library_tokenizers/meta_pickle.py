@@ -3,7 +3,8 @@
 from io import BytesIO
 from pathlib import Path
 
-from dtgpt.data.tokenizers.tokenizer import MOST, Char, NoCharacters
+from dtgpt.data.library_tokenizers.characters import Char, NoCharacters
+from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
 

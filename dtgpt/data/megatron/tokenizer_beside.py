@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtgpt.data.library_tokenizers.characters import Char, NoCharacters
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.token_shards import shard_paths
 from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
-from dtgpt.data.tokenizers.tokenizer import Char, NoCharacters, Tokenizer, check_opening
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Any
 
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.threads import Threads
+from dtgpt.util.machine.threads import Threads
 
 AHEAD = 3  # blocks per worker that are read before the first of them must be done: bounds memory
 PATIENCE = 5.0  # seconds for a worker whose pipe is closed to be gone

@@ -1,7 +1,7 @@
 """A tokenizer by what the user names: plain bytes, a file that a run or `dtgpt tokenizer train` wrote, or what a
 capability knows.
 
-The core has two kinds that need no library. Vocabularies, and whatever learns one, come from the formats that
+The core has one kind, which needs no library. Vocabularies, and whatever learns one, come from the formats that
 capabilities list as `tokenizers`, asked in their order."""
 
 import re
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dtgpt.data.tokenizers.tokenizer import CHECKSUM, Bytes, Char, Tokenizer, checksum
+from dtgpt.data.tokenizers.tokenizer import CHECKSUM, Bytes, Tokenizer, checksum
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import read_json, read_regular
+from dtgpt.util.storage import read_json
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 OTHERS = re.compile(rb'\s*\{\s*"version"')  # how other libraries' files begin: no name that `Tokenizer.save` writes
-SAVED = frozenset({"bytes", "characters"})  # one is in what `Tokenizer.save` writes of a tokenizer of the core
+SAVED = frozenset({"bytes"})  # which is in what `Tokenizer.save` writes of a tokenizer of the core
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 
 
@@ -123,15 +123,6 @@ def _is_saved(file: Path) -> bool:
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
 
 
-def read_content(path: Path) -> bytes:
-    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
-    vocabulary."""
-    try:
-        return read_regular(path, LARGEST)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
-
-
 def tokenizer_file(folder: Path) -> Path | None:
     """Return the file in `folder` that holds a tokenizer; None where there is none."""
     own = folder / "tokenizer.json"
@@ -148,20 +139,18 @@ def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) 
 
 def makes(kind: str) -> bool:
     """Return whether `make_tokenizer` knows the kind."""
-    return kind in ("bytes", "char") or any(kind in form.makes for form in formats())
+    return kind == "bytes" or any(kind in form.makes for form in formats())
 
 
 def make_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Make the tokenizer `kind`: "bytes"; "char", the characters of the documents; or what a format makes, such as
-    "bpe", which learns `vocab_size` tokens of the documents, and "gpt2". Raises UserError if it cannot be made."""
+    """Make the tokenizer `kind`: "bytes"; or what a format makes, such as "bpe", which learns `vocab_size` tokens of
+    the documents, and "gpt2". Raises UserError if it cannot be made."""
     if kind == "bytes":
         return Bytes()
-    if kind == "char":
-        return Char.of_texts(documents)
     for form in formats():
         if kind in form.makes:
             return form.make(kind, documents, vocab_size)
-    raise UserError(f"nothing here makes the tokenizer {kind}; use bytes or char")
+    raise UserError(f"nothing here makes the tokenizer {kind}; use bytes")
 
 
 def read_saved(path: Path, remedy: str) -> Tokenizer:
@@ -180,8 +169,6 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
 
 
 def _from_json(saved: dict[str, Any]) -> Tokenizer:
-    if "characters" in saved:
-        return Char(saved["characters"])
     if "bytes" in saved:
         return Bytes()
     form = next((form for form in formats() if not form.saved.isdisjoint(saved)), None)

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and two that need no library: bytes, and the characters of a text.
+"""What every tokenizer can do, and one that needs no library and no vocabulary: bytes.
 
 Weights mean the ids of one tokenizer, so a run carries its own with it: `save` writes plain JSON from which
 `open.read_saved` makes it again, without the files that it once came from. Names of special tokens in texts are text as
@@ -16,7 +16,7 @@ import numpy as np
 
 from dtgpt.data.text import paired
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_text
 
 END_OF_TEXT = "<|endoftext|>"
@@ -173,49 +173,3 @@ class Bytes(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.vocab_size}
-
-
-class NoCharacters(UserError):
-    """A file that may say which character each token is does not say so."""
-
-
-class Char(Tokenizer):
-    """Each character of a list is a token. `characters`: by id, "" for an id that is not in use. There is no end of
-    text: a generated text without a prompt begins after a line's end, or after token 0."""
-
-    end_of_text = None
-
-    def __init__(self, characters: list[str]):
-        if not all(isinstance(c, str) and len(c) <= 1 for c in characters) or not 0 < len(characters) <= MOST:
-            raise ValueError("its characters are not single ones")
-        self.name, self.characters = "char", characters
-        self.ranks = [c.encode("utf-8", "surrogatepass") for c in characters]
-        self.ids = {c: i for i, c in enumerate(characters) if c}
-        self.vocab_size, self.num_tokens = len(characters), len(self.ids)
-
-    @property
-    def opening(self) -> int:
-        return self.ids.get("\n", 0)
-
-    @classmethod
-    def of_texts(cls, texts: Iterable[str]) -> "Char":
-        """Make a tokenizer of the characters of the texts, in their order in Unicode."""
-        return cls(sorted(set().union(*texts)))
-
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        try:
-            return [self.ids[c] for c in text]
-        except KeyError as error:
-            raise UserError(
-                f"the tokenizer char does not know the character {shown(error.args[0])}, which is not among the "
-                f"{self.num_tokens} of the data that it is of; use other characters"
-            ) from None
-
-    def _decode(self, ids: list[int]) -> str:
-        return "".join(self.characters[i] or "\ufffd" for i in ids)
-
-    def token_bytes(self) -> np.ndarray:
-        return np.array(list(map(len, self.ranks)), np.int64)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "characters": self.characters}

@@ -4,5 +4,6 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     options=("dtgpt.inference.rules.options:RuleOptions",),
+    special_ids=("dtgpt.inference.rules.special:find_ids",),
     logit_rules=("dtgpt.inference.rules.edits:edit",),
 )

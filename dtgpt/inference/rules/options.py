@@ -18,11 +18,12 @@ from dtgpt.inference.base_options import (
     read_number,
 )
 from dtgpt.inference.rules.stop_strings import StopSearch, line_ends
-from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_NGRAM, NONE, Variant
+from dtgpt.ops.sampling.sequences import MOST_BIASES, NONE, Variant
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
 
 LONGEST_ID = 20  # digits
+MOST_NGRAM = 32  # tokens in an n-gram that must not repeat
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256  # characters
 BIAS = 100  # largest absolute value, as in OpenAI's API
 PENALTY = Bounds(-2, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dtgpt.interop.keys import Key, among, not_here, read_key
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.errors import UserError
 
 # transformers' names of activations by dtgpt's, the one that is written first. Those of GELU by tanh differ in rounding
@@ -73,7 +73,7 @@ class Architecture:
         """Return how many rows of each stored tensor follow each other in dtgpt's."""
         return [1]
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         """Return the elements `part` of dtgpt's parameter `name`."""
         return joined(stored, self.rows_of_group(name, config), part)
 
@@ -91,7 +91,7 @@ class Architecture:
         raise NotImplementedError
 
 
-def joined(stored: list[Tensor], rows: Sequence[int], part: Part | None) -> Tensor:
+def joined(stored: list[Tensor], rows: Sequence[int], part: Ranges | None) -> Tensor:
     """Return the elements `part` of the packed matrix whose groups have `rows` rows of each stored one. Only the groups
     with these elements are looked at, since `stored` may be mapped from a file."""
     if len(stored) == 1:

@@ -12,7 +12,7 @@ from dtgpt.interop.hf.llama import LikeLlama
 from dtgpt.interop.keys import check_aliases, whole_number
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Given, Rule, Rules
 
@@ -50,7 +50,7 @@ class LikeMixture(LikeLlama):
         own = (name.replace(stack, each.format(n)) for n in range(config.num_experts) for each in self.stacks[stack])
         return [each.replace("blocks.", "layers.") for each in own]
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         stack = self._stack_of(name)
         if stack is None:
             return super().from_stored(stored, name, config, part)

@@ -21,7 +21,7 @@ from dtgpt.interop.keys import FLAG, NUMBER, WHOLE, Key, Keys, check_aliases, ch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.glm4_moe import Glm4MoeConfig
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
@@ -69,7 +69,7 @@ class Glm4Moe(LikeMixture):
         """Return the names of buffers, and of the block behind the last one, which predicts further tokens."""
         return re.compile(rf"{self.buffers.pattern}|layers\.{config.num_layers}\..*")
 
-    def from_stored(self, stored: list[Tensor], name: str, config: Any, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: Any, part: Ranges | None) -> Tensor:
         if not any(each in name for each in ROTATED):
             return super().from_stored(stored, name, config, part)
         order = columns_there(config)

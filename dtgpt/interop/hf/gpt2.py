@@ -29,7 +29,7 @@ from dtgpt.interop.keys import (
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 
 # transformers' names of one number: its own, and that of other families.
 ALIASES = {
@@ -62,7 +62,7 @@ class GPT2(Architecture):
     }
     transposed = True
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         (whole,) = stored
         return cut(reorder_qkv(whole.T if _is_matrix(name) else whole, name, config), part)
 

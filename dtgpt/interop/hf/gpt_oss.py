@@ -23,7 +23,7 @@ from dtgpt.interop.keys import Key, Keys, among, check_keys, just, not_here
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.ops.more_activations import LIMIT, SLOPE
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
@@ -82,7 +82,7 @@ class GptOss(LikeLlama):
             return super().stored_names(name, config)
         return [before.replace("blocks.", "layers.") + mlp + each for each in EXPERT[own]]
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         if name.endswith(STACKS):
             return cut(stored[0].transpose(1, 2), part)
         if name.rpartition(".mlp.")[2] in EXPERT:
@@ -133,7 +133,7 @@ class PackedGptOss(GptOss):
         names = super().stored_names(name, config)
         return [f"{names[0]}_blocks", f"{names[0]}_scales"] if name.endswith(STACKS) else names
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         if not name.endswith(STACKS):
             return super().from_stored(stored, name, config, part)
         if part is None:

@@ -18,7 +18,7 @@ from dtgpt.interop.keys import FLAG, NUMBER, Keys, check_keys, read_key
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.families.granitemoe import GraniteMoeConfig
 from dtgpt.models.shared.foreign import cut
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.rules import check_rules
 
 FAMILY = Family(None, None, 11008, 2048, 32000)
@@ -42,7 +42,7 @@ class GraniteMoe(LikeLlama):
         "mlp.experts.down": "block_sparse_moe.output_linear",
     }
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         if GATES not in name:
             return super().from_stored(stored, name, config, part)
         experts, inside = (slice(None), ()) if part is None else (slice(part[0].start, part[0].stop), part[1:])

@@ -50,7 +50,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
 from dtgpt.models.shared.foreign import has_vocabulary
-from dtgpt.models.source import Part, Source, iterate_shapes
+from dtgpt.models.source import Ranges, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import open_regular, read_json, write_json, write_text
 
@@ -135,7 +135,7 @@ class HuggingFace(Source):
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
             raise _contradicts(path) if "tied" in (f.name for f in fields(self.config)) else untied(folder)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         architecture = self.architecture
         names = architecture.stored_names(name, self.config)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]

@@ -28,7 +28,7 @@ from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.parallel.layout import slices
 from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
@@ -104,7 +104,7 @@ class Peft:
             lambda file: {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
         )
         self._unknown = set(self._tensors)
-        self._addends: dict[str, Callable[[Part | None], Tensor]] = {}
+        self._addends: dict[str, Callable[[Ranges | None], Tensor]] = {}
         for parameter in inventory(config).parameters():
             if parameter.block is not None and len(parameter.shape) > 1:
                 self._find_stack(parameter)
@@ -113,7 +113,7 @@ class Peft:
             named = shown_name(min(self._unknown)) if self._unknown else "no adapter"
             raise self._for_another(f"it has {named}, which the model has not")
 
-    def read(self, name: str, part: Part | None = None) -> Tensor | None:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor | None:
         return self._addends[name](part) if name in self._addends else None
 
     def _find_matrices(self, parameter: Parameter) -> None:
@@ -132,7 +132,7 @@ class Peft:
             for module, shape in found:
                 self._check_shapes(module, shape)
 
-    def _of_matrices(self, name: str, found: list[tuple[str, tuple[int, ...]]], part: Part | None) -> Tensor:
+    def _of_matrices(self, name: str, found: list[tuple[str, tuple[int, ...]]], part: Ranges | None) -> Tensor:
         addends = []
         for module, shape in found:
             a, b = (self._tensors.get(each) for each in _pair(module))
@@ -205,7 +205,7 @@ class Peft:
         return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
 
-def _of_stack(a: Tensor, b: Tensor, part: Part | None) -> Tensor:
+def _of_stack(a: Tensor, b: Tensor, part: Ranges | None) -> Tensor:
     """Return the elements `part` of B A, of each expert's."""
     experts, rows, columns = (slice(None),) * 3 if part is None else slices(tuple(part))
     return b[experts, rows] @ a[experts, :, columns]

@@ -14,7 +14,7 @@ from dtgpt.interop.keys import Key, check_keys, just, not_here
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 
 KEYS = {
     "rope_type": Key(
@@ -29,7 +29,7 @@ class Phi3(Llama):
         "mlp.gate_up": ("mlp.gate_up_proj",),
     }
 
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Ranges | None) -> Tensor:
         assert isinstance(config, RotaryConfig)
         rows = self.rows_of_group(name, config)
         if len(rows) > 1:

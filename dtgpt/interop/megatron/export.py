@@ -25,7 +25,7 @@ from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.shared.foreign import has_vocabulary
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.parallel.layout import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
@@ -144,13 +144,13 @@ def _stage(source: Source, target: Target, rank: Rank) -> dict[str, Any]:
     return model
 
 
-def _parameters(config: ModelConfig, target: Target, rank: Rank) -> dict[tuple[str, ...], tuple[str, Part]]:
+def _parameters(config: ModelConfig, target: Target, rank: Rank) -> dict[tuple[str, ...], tuple[str, Ranges]]:
     """Return dtgpt's name of each tensor of a rank, and the elements of that parameter of which tensor-parallel ranks
     have pieces, by Megatron-LM's key."""
     stage, architecture = rank.pipeline, target.architecture
     parts, layers = inventory(config), config.num_layers // target.pipeline_parallel_size
     last = stage == target.pipeline_parallel_size - 1
-    found: dict[tuple[str, ...], tuple[str, Part]] = {}
+    found: dict[tuple[str, ...], tuple[str, Ranges]] = {}
 
     def key(name: str, family: Family = target.family) -> tuple[str, ...]:
         return their_key(name, architecture.MODULES, family)
@@ -183,7 +183,7 @@ def _whole(shape: Shape) -> list[range]:
     return [range(n) for n in shape]
 
 
-def _piece(source: Source, target: Target, tensor_rank: int, name: str, part: Part) -> Tensor:
+def _piece(source: Source, target: Target, tensor_rank: int, name: str, part: Ranges) -> Tensor:
     """Return one rank's part of a parameter, or of one expert's matrix, as Megatron-LM stores it."""
     config = source.config
     if has_vocabulary(name, config):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtgpt.interop.distcp import DistributedFolder
 from dtgpt.models.inventory import Shape
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 from dtgpt.util.errors import UserError, shown, shown_name
 
 
@@ -36,7 +36,7 @@ def check_shape(folder: DistributedFolder, key: str, shape: Shape) -> None:
         )
 
 
-def read_as_shaped(folder: DistributedFolder, key: str, shape: Shape, part: Part) -> Tensor:
+def read_as_shaped(folder: DistributedFolder, key: str, shape: Shape, part: Ranges) -> Tensor:
     """Return the elements `part` of a tensor of `shape`, however it is stored. Raises UserError as `check_shape`."""
     check_shape(folder, key, shape)
     stored = folder.tensors[key].shape

@@ -18,7 +18,7 @@ from dtgpt.interop.megatron.tree import Rank, check_places, consumed_samples, ex
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.shared.foreign import has_vocabulary
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.models.source import Ranges, Source, parameter_shapes
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
@@ -73,7 +73,7 @@ class Megatron(Source):
     def __reduce__(self) -> tuple[type["Megatron"], tuple[Path, int | None]]:
         return Megatron, self._arguments  # another process maps the files itself
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         if is_left_out(name, self._given):
             return torch.zeros([len(r) for r in part or map(range, parameter_shapes(self.config)[name])])
         if not is_stack(name, self.config):
@@ -86,7 +86,7 @@ class Megatron(Source):
         ]
         return torch.stack(made)[: len(experts)]
 
-    def _joined(self, name: str, own: str, expert_rank: int, part: Part | None) -> Tensor:
+    def _joined(self, name: str, own: str, expert_rank: int, part: Ranges | None) -> Tensor:
         """Return the parameter `name`, or one matrix of it, of which ranks have pieces under the name `own`."""
         dim = cut_dimension(name, self.config)
         ranks = range(1 if dim is None else self.tensor_parallel_size)

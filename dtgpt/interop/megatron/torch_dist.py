@@ -39,7 +39,7 @@ from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.shared.foreign import has_vocabulary
-from dtgpt.models.source import Part, Source, iterate_shapes, parameter_shapes
+from dtgpt.models.source import Ranges, Source, iterate_shapes, parameter_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 
 COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/"
@@ -83,10 +83,10 @@ class TorchDist(Source):
     def __reduce__(self) -> tuple[type["TorchDist"], tuple[Path, int | None]]:
         return TorchDist, self._arguments
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         return shift_norm(self.read_as(name, part, ""), name, self.args, self.config)
 
-    def read_as(self, name: str, part: Part | None, prefix: str) -> Tensor:
+    def read_as(self, name: str, part: Ranges | None, prefix: str) -> Tensor:
         """Return what the file has under `prefix` for the parameter `name`, or the elements of it with dtgpt's global
         indices `part`, in dtgpt's order: fp32 on the CPU, zeros for rows without a token."""
         if is_left_out(name, self._given):
@@ -123,7 +123,7 @@ class TorchDist(Source):
         keys = (key for name, where in self._where.items() if not name.endswith(CORRECTION) for key in where.keys)
         return {key: self.folder.tensors[key].shape for key in keys}
 
-    def _rows_of(self, name: str, rows: range, rest: Part, prefix: str) -> Tensor:
+    def _rows_of(self, name: str, rows: range, rest: Ranges, prefix: str) -> Tensor:
         """Return the rows with dtgpt's indices `rows`, which in the file may lie in several runs of rows."""
         order = torch.arange(self.stored_shape(name)[0])
         theirs = self._architecture.to_ours(order, name, self.config, self._order)[rows.start : rows.stop]
@@ -133,7 +133,7 @@ class TorchDist(Source):
         found = torch.cat([self._run(self._where[name], run, rest, prefix) for run in runs])
         return found[torch.searchsorted(needed, theirs)]
 
-    def _run(self, where: Where, rows: range, rest: Part, prefix: str) -> Tensor:
+    def _run(self, where: Where, rows: range, rest: Ranges, prefix: str) -> Tensor:
         lead = tuple(range(index, index + 1) for index in where.lead)
         found, begin = [], 0
         for key in where.keys:

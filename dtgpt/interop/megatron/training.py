@@ -23,7 +23,7 @@ from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, distributed_folder
-from dtgpt.models.source import Part, parameter_shapes
+from dtgpt.models.source import Ranges, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.optim.fp16.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown
@@ -98,12 +98,12 @@ class MegatronTraining(TrainingSource):
         self.state = self._read_state()
         self.order_samples, self.values = self._order_samples(), self._read_values()
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         part = part or tuple(map(range, parameter_shapes(self.config)[name]))
         master = "" if name.endswith(CORRECTION) else self._master
         return shift_norm(self._weights.read_as(name, part, master), name, self._weights.args, self.config)
 
-    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+    def read_moment(self, name: str, moment: str, part: Ranges) -> Tensor:
         if name.endswith(CORRECTION):  # which no optimizer moves
             return torch.zeros([len(r) for r in part])
         return self._weights.read_as(name, part, f"{self._prefix}{moment}.")

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from dtgpt.models.inventory import Parameter, Rows, Shape
+from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import STACKS, Role, Roles
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.ops.experts.routing import Routing
@@ -80,6 +80,8 @@ class ExpertsConfig(RotaryConfig):
         """Whether the router has a correction of its scores, by which experts are chosen and not weighed."""
         return False
 
+    gated_stacks: ClassVar[bool] = True  # gate and up of an expert lie interleaved in one stack
+
     def has_experts(self, index: int) -> bool:
         """Return whether the MLP of block `index` is a mixture of experts."""
         return True
@@ -90,12 +92,3 @@ class ExpertsConfig(RotaryConfig):
     def used_elements(self, shape: Shape, role: Role | None) -> int:
         whole = math.prod(shape)
         return whole // self.num_experts * self.experts_per_token if role in STACKS else whole
-
-    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
-        """Return the rows of each matrix: of a stack those of each expert, gate and up apart."""
-        if parameter.name.endswith(".mlp.shared.gate_up.weight"):
-            return [(range(first, parameter.shape[0], 2),) for first in (0, 1)]
-        whole = super().pieces(parameter, per_head)
-        if parameter.role is not Role.COLUMN_STACK or len(parameter.shape) < 3:
-            return whole
-        return [(range(rows.start + first, rows.stop, 2),) for (rows,) in whole for first in (0, 1)]

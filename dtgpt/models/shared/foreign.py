@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Part
+from dtgpt.models.source import Ranges
 
 
-def cut(whole: Tensor, part: Part | None) -> Tensor:
+def cut(whole: Tensor, part: Ranges | None) -> Tensor:
     """Return the elements `part` of a whole tensor."""
     return whole if part is None else whole[tuple(slice(r.start, r.stop) for r in part)]
 

@@ -21,12 +21,11 @@ Sharding rule: samples and heads may be sharded; a shard of the heads passes the
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtgpt.ops.operation import Kernel, Operation, load_kernels
@@ -153,27 +152,6 @@ def kernel_for(case: Case, backend: Backend = "auto") -> Kernel | None:
 def in_pytorch(case: Case) -> Backend:
     """Return the back end where no kernel serves: PyTorch's own, unless something drops or it does not know a rule."""
     return "explicit" if case.drops or case.softcap or case.sinks else "sdpa"
-
-
-def backend_for(case: Case, backend: Backend = "auto") -> Backend:
-    """Return the name of what computes attention."""
-    if backend != "auto":
-        return backend
-    kernel = kernel_for(case)
-    return in_pytorch(case) if kernel is None else cast(Backend, kernel.name)
-
-
-def operations() -> list[OpOverload]:
-    """Return the operations, of kernels and of `sdpa`, that an attention core's output comes from."""
-    aten = torch.ops.aten
-    load_kernels(ATTENTION.name)
-    return [
-        *(each for kernel in ATTENTION.kernels for each in kernel.kept),
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
 
 
 def hidden_columns(

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.ops.operation import Operation, load_kernels
-from dtgpt.ops.random.philox import are_few, block_words, covering_blocks, few_words, fold
+from dtgpt.ops.random.philox import block_words, covering_blocks, few_words, fold
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element
@@ -68,8 +68,8 @@ def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """Return bool `[*key batch, *ranges]`, True where an element is kept: that part of the whole tensor's mask."""
     *leading, last = ranges
     blocks, cut = covering_blocks(last, LANES)
-    if are_few(key, leading, blocks):
-        halves = few_words(key, leading, blocks).view("<u2")  # of each word the low one, then the high one
+    if (few := few_words(key, leading, blocks)) is not None:
+        halves = few.view("<u2")  # of each word the low one, then the high one
         lanes = halves.reshape(*halves.shape[:-2], len(blocks) * LANES)
         return torch.from_numpy(lanes[..., cut] >= threshold(p))
     return unpack_bytes(keep_bytes(key, ranges, p), cut)

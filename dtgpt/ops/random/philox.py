@@ -17,12 +17,14 @@ so a fused kernel can draw the same words.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from dtgpt.util import seams
 
 Selection = Sequence[int | range]
 
@@ -34,12 +36,6 @@ MULTIPLIERS, WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 # ever overflows; `_multiply` adds the missing word * 2^32 to the high half.
 MULTIPLIER_0, MULTIPLIER_1 = (multiplier - (1 << 32) for multiplier in MULTIPLIERS)
 WEYL_0, WEYL_1 = WEYL
-# On a CPU, torch takes longer to start an operation than to compute few words. NumPy starts sooner, and both
-# multiplications of a round are one operation of it.
-FEW = 1 << 13  # evaluations; more are left to torch, which has several threads
-LOW_WORD, WORD_BITS = np.uint64(MASK), np.uint64(32)
-FACTORS = np.array(MULTIPLIERS, np.uint64)
-ADDED = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(WEYL, np.uint64)  # to the key before each round
 # Folding a key uses counters whose last word is this; a tensor's index never reaches it (dimensions < 2^31).
 FOLD = MASK
 
@@ -112,8 +108,8 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     """
     if len(leading) > 3:
         raise ValueError(f"the part has {len(leading) + 1} dimensions, but a counter holds at most 4")
-    if are_few(key, leading, blocks):
-        return torch.from_numpy(few_words(key, leading, blocks).astype(np.int64)).unbind(-1)
+    if (few := few_words(key, leading, blocks)) is not None:
+        return torch.from_numpy(few.astype("int64")).unbind(-1)
     dims = len(leading) + 1
     counter: list[Tensor | int] = [_indices(blocks, key.device)]
     for axis, r in enumerate(reversed(leading), start=2):
@@ -124,33 +120,18 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     return tuple(w.expand(shape) for w in words)
 
 
-def are_few(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> bool:
-    """Return whether `few_words` is to draw these words: few of them, of a plain key on the CPU, and not compiled."""
-    if torch.compiler.is_compiling() or type(key) is not Tensor or key.device.type != "cpu":
-        return False
-    return key.numel() // 2 * math.prod(map(len, leading)) * len(blocks) <= FEW
-
-
 def few_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
-    """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`."""
-    batch, dims = tuple(key.shape[:-1]), len(leading) + 1
-    shape = (*batch, *map(len, leading), len(blocks))
-    counter = np.zeros((4, *shape), np.uint64)
-    for axis, indices in enumerate([blocks, *reversed(leading)]):
-        if isinstance(indices, Tensor):
-            column = indices.numpy()
-        else:
-            column = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
-        column = column.astype(np.uint64) & LOW_WORD
-        counter[axis] = column.reshape(-1, *[1] * axis)
-    keys = (key.numpy().astype(np.uint64) + ADDED.reshape(ROUNDS, *[1] * len(batch), 2)) & LOW_WORD
-    keys = np.moveaxis(keys, -1, 1).reshape(ROUNDS, 2, *batch, *[1] * dims)
-    factors = FACTORS.reshape(2, *[1] * len(shape))
-    even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
-    for words in keys:
-        product = even * factors
-        even, odd = (product >> WORD_BITS)[::-1] ^ odd ^ words, (product & LOW_WORD)[::-1]
-    return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
+    """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`, where a capability
+    makes few of them sooner than torch does; None where it does not."""
+    if torch.compiler.is_compiling() or type(key) is not Tensor or key.device.type != "cpu":
+        return None
+    make = _maker_of_few()
+    return None if make is None else make(key, leading, blocks)
+
+
+@cache  # it is asked in each draw
+def _maker_of_few() -> Callable[..., Any] | None:
+    return next(iter(seams.listed("few_words")), None)
 
 
 def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:

@@ -14,7 +14,6 @@ MOST_BIASES = 300  # ids in a logit bias, as OpenAI's API
 MOST_STOPS = 64  # ids that a request may end at
 MOST_ENDS = 64  # ids that end the texts of a model
 MOST_ENDINGS = MOST_STOPS + MOST_ENDS
-MOST_NGRAM = 32  # tokens in an n-gram that must not repeat
 NONE = -1  # where an id would be
 IDS = ("colon", "newline", "paired_newline")  # fields of `Integers`
 

@@ -13,12 +13,14 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Linear
-from dtgpt.parallel.build import Building, Entry, recomputed
+from dtgpt.parallel.build import Building, Entry
+from dtgpt.parallel.recompute.blocks import recomputed
+from dtgpt.parallel.recompute.rules import repeats, repeats_blocks
 
 
 def observes_again(settings: Settings) -> bool:
     """Return whether a step that observes values computes blocks again in backward, which other steps do not."""
-    repeats_all = settings.repeats_blocks and settings.recompute_blocks is None
+    repeats_all = repeats_blocks(settings) and settings.recompute_blocks is None
     return settings.products is not None and not repeats_all and not settings.plan.splits_backward
 
 
@@ -26,7 +28,7 @@ def repeat_observed_blocks(part: Decoder, building: Building) -> None:
     """Let the blocks that `recompute` does not name run again in backward while they observe."""
     settings = building.settings
     for index, block in enumerate(part.blocks.values()):
-        if not (settings.repeats_blocks and settings.repeats(index)):
+        if not (repeats_blocks(settings) and repeats(settings, index)):
             module = cast(BoundModule, block)
             bind(module, run=recomputed_while(partial(observes, module), module.compute))
 
@@ -49,6 +51,6 @@ OBSERVED = Entry(
     "observed blocks",
     lambda made: made.masters and observes_again(made.settings),
     repeat_observed_blocks,
-    after="recomputation",
+    before="ZeRO",
     runs=True,
 )

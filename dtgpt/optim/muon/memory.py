@@ -9,6 +9,7 @@ from itertools import groupby
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import MATRICES, STACKS, Role
+from dtgpt.models.shared.packed import pieces
 from dtgpt.optim.muon.matrices import owners_of, rounds_of
 from dtgpt.optim.muon.newton_schulz import flops
 
@@ -83,7 +84,7 @@ def _rounds(
 
 def _pieces(per_head: bool, model: ModelConfig, weight: Parameter) -> list[Shape]:
     """Return the shapes of the matrices in a weight."""
-    return [(sum(map(len, rows)), weight.shape[-1]) for rows in model.pieces(weight, per_head)]
+    return [(sum(map(len, rows)), weight.shape[-1]) for rows in pieces(model, weight, per_head)]
 
 
 def _batches(shapes: list[Shape], width: int) -> float:

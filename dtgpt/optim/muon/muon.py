@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Rows, Shape, inventory
+from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.roles import Role
+from dtgpt.models.shared.packed import Rows, pieces
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import checked
 from dtgpt.optim.muon.matrices import Matrices, Pending
@@ -124,11 +125,11 @@ class Muon:
         self.factors: dict[int, Tensor] = {}  # of the learning rate, for each row `[.., rows, 1]` of the shard
         costs = []
         for shard in chosen:
-            pieces = shards.config.pieces(known[shard.name], config.per_head)
+            packed = pieces(shards.config, known[shard.name], config.per_head)
             shape = known[shard.name].shape
-            self.pieces[shard.index] = [_indices(rows, self.device) for rows in pieces]
-            self.factors[shard.index] = self._factors(shard, pieces, shape)
-            costs.append(sum(flops(sum(map(len, rows)), shape[-1], config.newton_schulz_steps) for rows in pieces))
+            self.pieces[shard.index] = [_indices(rows, self.device) for rows in packed]
+            self.factors[shard.index] = self._factors(shard, packed, shape)
+            costs.append(sum(flops(sum(map(len, rows)), shape[-1], config.newton_schulz_steps) for rows in packed))
         self.dtype = torch.bfloat16 if shards.dtype.itemsize < 4 else torch.float32
         self.orderless = shards.sums.orderless
         self.matrices = Matrices(shards, chosen, costs, self.dtype)

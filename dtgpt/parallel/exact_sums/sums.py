@@ -18,6 +18,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.shared.attention_backend import attention_backend
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
 from dtgpt.parallel.exact_sums.buckets import ApartBucket, CutBucket, ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.gradients import Buckets, parameter_groups
@@ -49,7 +50,7 @@ class ExactSums(Buckets):
     @staticmethod
     def check_settings(settings: Settings) -> None:
         """Raise UserError where a run cannot have these sums."""
-        if settings.device.type == "cuda" and settings.attention_backend == "sdpa":
+        if settings.device.type == "cuda" and attention_backend(settings) == "sdpa":
             raise UserError(
                 f"reduce=exact, but attention={settings.attention} is sdpa here, whose kernels on GPUs add up "
                 "gradients in any order; use --attention flash or explicit, or --reduce fast"

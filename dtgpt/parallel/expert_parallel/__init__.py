@@ -3,6 +3,8 @@
 from dtgpt.util.seams import Capability, When
 
 CAPABILITY = Capability(
+    idle_degrees={"ep": "expert parallelism"},
+    plan_rules=(When("dtgpt.parallel.expert_parallel.degrees:PLAN_RULES", ("graph=on", "compile=on")),),
     degrees={"ep": "dtgpt.parallel.expert_parallel.degrees:check_plan"},
     build=(
         When("dtgpt.parallel.expert_parallel.experts:WEIGHTS", ("mesh.own_devices",)),

@@ -7,6 +7,17 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Given, Is, Rule, Rules
+
+PLAN_RULES: Rules = tuple(  # of a recipe under a `plan`
+    Rule(
+        f"{option}=on, but under {{plan.name}} the host reads in each step how many rows go to which experts; use "
+        f"--{option} off, or a plan without ep",
+        Is(option, "==", "on"),
+        Given("plan.asks_host"),
+    )
+    for option in ("graph", "compile")
+)
 
 
 def check_plan(plan: Plan, model: ModelConfig, seq_length: int) -> None:

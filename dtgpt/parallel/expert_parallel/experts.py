@@ -63,4 +63,4 @@ def _spreads(made: Building) -> bool:
 
 WEIGHTS = Entry("weights of experts", when=_spreads, deed=spread_weights, after="tensor parallelism")
 ROWS = Entry("rows of experts", when=_spreads, deed=send_rows, after="weights of experts", runs=True)
-ZERO = Entry("ZeRO of experts", when=_spreads, deed=shard_experts, after="compilation")
+ZERO = Entry("ZeRO of experts", when=_spreads, deed=shard_experts, before="ZeRO")

@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import PART_NAMES, AnswerStart, Dataset, HeldOutPart, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.documents.masks import document_bounds, reset_positions
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import has_weights, prefix_of
 from dtgpt.data.megatron.prepared import blended_with_chats, checked_prefixes, parsed_paths
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
+from dtgpt.models.batch import Batch, WindowMasks
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
@@ -89,7 +90,7 @@ def packed_batch(windows: Tensor, dropout_keys: Tensor | None = None) -> Batch:
     )
 
 
-def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
+def chat_beginning(sequences: IndexedDataset, chat: int) -> AnswerStart | None:
     """Return a chat without its last answer, which is the last run of tokens that count; None where none counts. Where
     all of them count, it is the first token alone, and nothing says what ends an answer."""
     lengths = sequences.lengths[chat : chat + 1].astype(np.int64)
@@ -100,7 +101,7 @@ def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
         return None
     last = int(counted[-1])
     begin = int(np.flatnonzero(weights[:last] == 0)[-1]) + 1
-    return Beginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
+    return AnswerStart(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
 
 
 def permutation(key: Tensor, count: int) -> np.ndarray:
@@ -223,10 +224,10 @@ class ChatDataset(Dataset):
         for first in range(0, len(chosen), batch_size):
             yield samples.windows(chosen[first : first + batch_size])
 
-    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+    def to_batch(self, windows: Tensor, masks: WindowMasks, dropout_keys: Tensor | None = None) -> Batch:
         return packed_batch(windows, dropout_keys)  # chats are kept apart in any case
 
-    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+    def beginnings(self, count: int, positions: int) -> list[AnswerStart]:
         part = self.valid if len(self.valid) else self.train
         found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
         return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))

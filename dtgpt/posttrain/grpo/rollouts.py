@@ -27,6 +27,7 @@ from dtgpt.inference.request import Completion, NotFinite, PromptJob
 from dtgpt.inference.step import exact_bits
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.shared.attention_backend import attention_backend
 from dtgpt.parallel.cache_sizes import slots_on_every_rank
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.mesh import Mesh
@@ -285,8 +286,8 @@ def why_not_exact(settings: Settings) -> str | None:
         named[f"the schedule {plan.schedule}"] = plan.splits_backward
         what = next((name for name, there in named.items() if there), f"lora.rank={settings.section(LoraConfig).rank}")
         return f"{what} has weights in another form than the kernels for it read"
-    if settings.attention_backend != "flash":
-        return f"attention={settings.attention_backend} here, and the kernels for it have the bits of flash"
+    if attention_backend(settings) != "flash":
+        return f"attention={attention_backend(settings)} here, and the kernels for it have the bits of flash"
     try:
         exact_bits().check_blocks(settings.model)
     except UserError:

@@ -24,6 +24,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.models.shared.packed import pieces
 from dtgpt.ops.local_tensors import Function, on_local_tensors
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.parallel.layout import ZERO, ParameterLayout
@@ -63,7 +64,7 @@ def _shapes(shape: Shape, count: int, rank: int) -> tuple[Shape, Shape]:
 
 def count_packed(parameter: Parameter, config: ModelConfig) -> int:
     """Return the number of matrices that a weight packs; 1 for a stack, where an adapter is a stack, too."""
-    return 1 if len(parameter.shape) > 2 else len(config.pieces(parameter))
+    return 1 if len(parameter.shape) > 2 else len(pieces(config, parameter))
 
 
 def layouts_of(
@@ -89,7 +90,7 @@ def layouts_of(
 def matrix_of_rows(parameter: Parameter, config: ModelConfig) -> Tensor:
     """Return the index, among the matrices that a weight packs, of the one of each row: int64 `[out]`."""
     found = torch.zeros(parameter.shape[-2], dtype=torch.int64)
-    for index, rows in enumerate(config.pieces(parameter)[: count_packed(parameter, config)]):
+    for index, rows in enumerate(pieces(config, parameter)[: count_packed(parameter, config)]):
         for part in rows:
             found[part.start : part.stop : part.step] = index
     return found

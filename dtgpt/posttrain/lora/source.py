@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.open import Own, SourceFormat, is_own, open_checkpoint, open_source
+from dtgpt.checkpoint.open import Own, SourceFormat, is_of_dtgpt, open_checkpoint, open_source
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -24,7 +24,7 @@ class AdapterFormat(SourceFormat):
         return None if base is None else merged(open_source(base, mesh, own=own), base, checkpoint)
 
     def takes_addend(self, path: Path) -> bool:
-        return is_own(path)
+        return is_of_dtgpt(path)
 
     def with_addend(self, source: Source, path: Path, addend: Path, mesh: Mesh | None) -> Source:
         from dtgpt.posttrain.lora.checkpoint import merged
@@ -40,7 +40,7 @@ def open_adapter(path: Path, mesh: Mesh | None = None, own: Own = None) -> Check
     where `path` holds none."""
     from dtgpt.posttrain.lora.checkpoint import base_of
 
-    if not is_own(path):
+    if not is_of_dtgpt(path):
         raise UserError(f"{path} holds no adapter; give {ADAPTERS.addends}, or a folder with adapter_config.json")
     checkpoint = open_checkpoint(path, mesh, own)
     if base_of(checkpoint) is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from dtgpt.data.dataset import Beginning
+from dtgpt.data.dataset import AnswerStart
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
@@ -40,7 +40,7 @@ def generate_text(trainer: Trainer, interrupted: Callable[[], bool] = never) -> 
     return None if trainer.mesh.any(interrupted()) else text
 
 
-def _going_on(begin: Beginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
+def _going_on(begin: AnswerStart, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
     """Return the job of at most `tokens` more tokens."""
     options = replace(options, max_new_tokens=min(tokens, positions - len(begin.ids)), stop_token_ids=begin.ends)
     return PromptJob(begin.ids, options, step)

@@ -1,10 +1,15 @@
 """When a run generates texts, and where it keeps them."""
 
+from typing import TYPE_CHECKING
+
 from dtgpt.config.sections import LogConfig
 from dtgpt.run.report import text_path
-from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
+from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
+
+if TYPE_CHECKING:
+    from dtgpt.train.unfinished.left import Past
 
 FOLDER = "samples"  # of a run
 
@@ -31,5 +36,5 @@ class Texts(Observer):
             say(f"---- sample at step {step}\n{text}\n----")
             after.report.text(step, FOLDER, text)
 
-    def left(self, past: Past) -> bool:
+    def left(self, past: "Past") -> bool:
         return past.dataset.tokenizer.spells and not text_path(past.run, FOLDER, past.step).is_file()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
+from dtgpt.data.library_tokenizers.characters import Char
 from dtgpt.data.library_tokenizers.export import begin_token, export_note, first_token, transformers_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Char
 from dtgpt.inference.library.load import load
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import save_huggingface

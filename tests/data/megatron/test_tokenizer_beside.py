@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtgpt.data.library_tokenizers.characters import Char, NoCharacters
 from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
@@ -15,7 +16,6 @@ from dtgpt.data.megatron.paths import is_prepared
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.data.tokenizers.tokenizer import Char, NoCharacters
 from dtgpt.inference.library.load import load
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train

@@ -17,6 +17,7 @@ from dtgpt.models.moe.mixture import routers
 from dtgpt.ops.experts.routing import choose
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.muon import MuonConfig
+from dtgpt.parallel.balanced_stages.cut import block_flops
 from dtgpt.planning.report import sizes
 from dtgpt.util.errors import UserError
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
@@ -181,7 +182,7 @@ def test_flops_count_the_experts_of_a_token():
     experts = 6 * OLMOE.num_layers * (4 - 2) * 3 * 24 * 32
     four = replace(OLMOE, experts_per_token=4)
     assert four.flops_per_token(16) - OLMOE.flops_per_token(16) == experts
-    blocks = [inventory(each).block_flops(0, 16) for each in (OLMOE, four)]
+    blocks = [block_flops(inventory(each), 0, 16) for each in (OLMOE, four)]
     assert blocks[1] - blocks[0] == experts // OLMOE.num_layers
 
 

@@ -10,7 +10,8 @@ import torch
 
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.models.batch import Batch, DocumentMasks
+from dtgpt.data.documents.masks import DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.parallel.context_parallel.batches import slice_of
