@@ -27,7 +27,7 @@ from tests.support.runs import training
 from tests.support.sources import filled
 from tests.support.whole_model import build_model
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(14)
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 WARMUP = 5

@@ -30,7 +30,7 @@ from tests.support.families import EXPERTS
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(18)
 
 STEPS, RANK = 3, 3
 LORA = LoraConfig(rank=RANK, alpha=12.0)

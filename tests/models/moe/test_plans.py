@@ -157,7 +157,7 @@ def run(recipe: Recipe, plan: str, *given) -> list[Steps]:
     return pool().run(made.world, balanced_steps, replace(recipe, plan=plan, micro_batch_size=size), *given)
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(36)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_run_under_two_plans_follows_one_process(moe, expected, tmp_path, case):
     optimizer = OPTIMIZERS[case.optimizer]
@@ -173,7 +173,7 @@ def test_a_run_under_two_plans_follows_one_process(moe, expected, tmp_path, case
     check_same(joined(*parts), whole)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(
     ("plan", "balance"),
     [
@@ -198,7 +198,7 @@ def test_documents_are_kept_apart_and_what_fills_samples_counts_nowhere(moe, exp
     check_same(run(recipe, plan)[0], whole)
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(12)
 @pytest.mark.parametrize(
     ("family", "plan", "changes", "rel"),
     [
@@ -230,7 +230,7 @@ EXACT = [  # the first plan holds for the others where tp and cp are the same
 ]
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(16)
 @pytest.mark.parametrize(("plans", "changes"), EXACT)
 def test_exact_sums_have_the_same_bits_under_every_plan(moe, plans, changes):
     """Also of a single micro-batch, whose sums other parameters round as they are made."""
@@ -243,7 +243,7 @@ def test_exact_sums_have_the_same_bits_under_every_plan(moe, plans, changes):
         assert [name for name in whole if found[name] != whole[name]] == [], plan
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("steps", [4, pytest.param(100, marks=pytest.mark.long)])
 def test_exact_sums_keep_gradients_and_choices_in_16_bits(moe, steps):
     """In every step: a weight that rounds otherwise would turn over a choice sooner or later."""

@@ -23,7 +23,7 @@ from tests.support.families import their_config, theirs_of
 from tests.support.ranks import pool
 from tests.support.runs import training
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow(6)
 
 OLMOE = OlmoeConfig(
     num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, num_kv_heads=4, head_dim=8,
