@@ -149,5 +149,5 @@ def test_fp8_under_tensor_parallelism_is_that_of_one_process(recipe, references,
     """Activations that no fused kernel knows are those of the model, also between two products in fp8."""
     recipe = of(recipe, model, precision="fp8", global_batch_size=4)
     recipe = replace(recipe, model=replace(MODELS[model], dropout=0.0))
-    found = run(recipe, "tp2_sp", tmp_path, 3)[0].losses
-    assert found == pytest.approx(references(recipe, 3).losses, rel=1e-3)
+    found = run(recipe, "tp2_sp", tmp_path, STEPS)[0].losses
+    assert found == pytest.approx(references(recipe, STEPS).losses, rel=1e-3)

@@ -139,8 +139,7 @@ def test_losses_and_their_gradients_follow_from_the_formulas(moe, over, layers, 
             for each, chosen in zip(logits, experts, strict=True):
                 run(each, chosen, ways, piece)
     state.looks = False
-    loads = state.ahead.mean(0, keepdim=True) if layers == "together" else state.ahead
-    state.loads.copy_(loads * 6 / counted.sum())
+    state.loads.copy_(state.compared())
     for piece in pieces:
         ways = iter(own)
         outputs = [run(each, chosen, ways, piece) for each, chosen in zip(logits, experts, strict=True)]
