@@ -15,7 +15,7 @@ SMALL = [
     *("--model.num_layers", "2", "--model.hidden_size", "128", "--model.num_heads", "4", "--model.seq_length", "64"),
     *("--micro_batch_size", "2", "--global_batch_size", "4", "--log.eval_samples", "4"),
 ]  # which fills a warp
-STEPS = 2
+STEPS = 3
 
 
 def words_of(file: Path, *options: str) -> list[str]:
