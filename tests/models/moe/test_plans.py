@@ -218,8 +218,8 @@ def test_narrow_types_follow_one_process(moe, family, plan, changes, rel):
 
 EXACT = [  # the first plan holds for the others where tp and cp are the same
     (["single", "dp2", "dp2_ep2_pp2_interleaved_zero3"], {"steps": 1}),
-    (["single", "dp3_ep3_zero3", "dp2_ep2_pp2_zero1"], {"precision": "bf16"}),
-    (["single", "dp4_ep2_zero2"], {"precision": "bf16", "micro_batch_size": 3, "model": MANY}),
+    (["single", "dp3_ep3_zero3", "dp2_ep2_pp2_zero1"], {"precision": "bf16", "global_batch_size": 12}),
+    (["single", "dp4_ep2_zero2"], {"precision": "bf16", "global_batch_size": 12, "micro_batch_size": 3, "model": MANY}),
     (["single", "dp2_ep2_zero2"], {"precision": "bf16", "recompute": "full"}),
     (
         ["single", "dp2_zero1", "pp2_gpipe"],
@@ -234,7 +234,8 @@ EXACT = [  # the first plan holds for the others where tp and cp are the same
 @pytest.mark.parametrize(("plans", "changes"), EXACT)
 def test_exact_sums_have_the_same_bits_under_every_plan(moe, plans, changes):
     """Also of a single micro-batch, whose sums other parameters round as they are made."""
-    recipe = replace(moe, global_batch_size=12, reduce="exact", balance=BALANCES["batch"], **changes)
+    given = {"global_batch_size": 8, "reduce": "exact", "balance": BALANCES["batch"], **changes}
+    recipe = replace(moe, **given)
     layers = max(2, *(parse_plan(plan).num_stages for plan in plans))
     recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
     whole, *others = (pool().run(parse_plan(p).world, bits_of_steps, replace(recipe, plan=p))[0] for p in plans)
