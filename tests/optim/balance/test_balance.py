@@ -17,6 +17,7 @@ from dtgpt.ops.experts.routing import Routing, choose
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.balance.losses import counted_tokens, probabilities
 from dtgpt.optim.balance.state import Balances
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_balance import balance_of, balanced_steps, check_same, relative_error
 from tests.support.bodies_optimizer import train_part
 from tests.support.families import their_config, theirs_of
@@ -194,6 +195,15 @@ def test_recomputation_and_evaluation_count_nothing(moe):
     whole = balanced_steps(moe)
     check_same(balanced_steps(replace(moe, recompute="full")), whole, exact=True)
     check_same(balanced_steps(moe, held_out=True), whole, exact=True)
+
+
+def test_an_evaluation_before_the_first_step_of_a_resumed_run_has_its_corrections(moe, tmp_path):
+    moe = replace(moe, balance=BalanceConfig(bias_step=0.5))
+    train_part(moe, tmp_path, 1)
+    with open_trainer(moe, tmp_path) as trainer:
+        begin = trainer.held_out_loss()
+        trainer.gradients()
+        assert trainer.held_out_loss() == begin
 
 
 def test_corrections_move_by_the_sign_of_missing_tokens(moe):
