@@ -9,7 +9,7 @@ from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import Limits, difference, first_state
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.optim.balance.config import BalanceConfig
-from tests.models.moe.test_mixture import MANY
+from tests.models.moe.test_mixture import MANY as FOUR
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
@@ -19,6 +19,7 @@ OLMOE = OlmoeConfig(
     num_layers=3, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, num_kv_heads=4, head_dim=8,
     ffn_hidden_size=24, num_experts=6, experts_per_token=2, corrects_choice=True, init_std=0.2,
 )  # fmt: skip
+MANY = replace(FOUR, num_layers=3)
 ROUTER = "trainer.stages[0].blocks['1'].mlp.router"
 STATE = "state = next(s for s in trainer.optimizer.states if s.name == 'balance')\n"
 TIE = f"{ROUTER}.weight.data[3] = {ROUTER}.weight.data[1]\n"  # of scores
@@ -54,16 +55,14 @@ def held(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("plan", ["single", "dp2_zero3", "pp2_1f1b", "tp2", "tp2_sp", "cp2"])
+@pytest.mark.parametrize("plan", ["single", "dp2_zero3", "pp2_1f1b", "tp2_sp", "cp2"])
 def test_a_right_run_has_the_choices_and_loads_of_the_reference(recipe, held, plan):
     record, found = held(recipe, plan=plan)
     assert found.fault is None and record.turned == 0 and record.chosen == 8 * 16 * 3
     assert sum(record.loads[0]["1"]) == 8 * 16 * 2
 
 
-@pytest.mark.parametrize(
-    ("plan", "recompute"), [("single", "none"), ("single", "full"), ("tp2_sp", "none"), ("cp2", "full")]
-)
+@pytest.mark.parametrize(("plan", "recompute"), [("single", "full"), ("tp2_sp", "none"), ("cp2", "full")])
 def test_choices_that_rounding_turns_over_are_counted_and_no_fault(recipe, held, plan, recompute):
     """The scores of two experts are equal, and one moves by its last bit."""
     recipe = replace(recipe, balance=BalanceConfig(loss=0.1), recompute=recompute)
@@ -144,7 +143,7 @@ PARTIAL = "shards = trainer.shards; shards._partial = [i for i in shards._partia
 BRANCH = "trainer.stages[0].blocks['1'].mlp"
 FAULTS_OF_TP = {  # each on all ranks
     "gradient of routers not summed": (
-        f"{PARTIAL} if not shards.all[i].name.endswith('router.weight')]", "blocks.3.mlp.router",
+        f"{PARTIAL} if not shards.all[i].name.endswith('router.weight')]", "blocks.2.mlp.router",
     ),
     "gradient below experts not summed": (f"{BRANCH}.entry._forward_pre_hooks.clear()", "blocks.1"),
     "output not summed": (f"{BRANCH}.exit._forward_hooks.clear()", "blocks.1"),
@@ -161,10 +160,10 @@ FAULTS_OF_TP = {  # each on all ranks
         "state.update = summed",
         "blocks.1.mlp.router.correction",
     ),
-    "losses and loads counted by each rank": (STATE + "state.counts = True", "blocks.3.mlp.router"),
+    "losses and loads counted by each rank": (STATE + "state.counts = True", "blocks.2.mlp.router"),
     "losses through the number of ranks": (
         STATE + "import dataclasses\n"
-        "state.config = dataclasses.replace(state.config, loss=state.config.loss / 2)", "blocks.3.mlp.router",
+        "state.config = dataclasses.replace(state.config, loss=state.config.loss / 2)", "blocks.2.mlp.router",
     ),
     "norm without experts": (
         "shards = trainer.shards\n"

@@ -11,11 +11,11 @@ import pytest
 
 from dtgpt.cli import main
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(10)
 
-# Of 2,500 seeds, one whose first cases meet nearly all that a case can have (six architectures, three optimizers, each
-# kind of cut and schedule ...) in few steps.
-CASES, SEED = 8, 204817
+# Of 1,600 seeds, one whose first cases meet most of what a case can have (architectures, optimizers, precisions,
+# ep, kinds of cuts and schedules ...) in few steps.
+CASES, SEED = 5, 882
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 

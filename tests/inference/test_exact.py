@@ -200,7 +200,7 @@ def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]
     assert torch.equal(trained(model, torch.tensor([short], device=device))[0].cpu(), torch.tensor(drawn[0][1][:77]))
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", mixtures(LITTLE, 32))
 def test_log_probabilities_of_mixtures_are_those_of_training(kind, dtype):
@@ -341,7 +341,7 @@ def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeyp
         BITS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
 @pytest.mark.parametrize("config", TINY)
 def test_two_tensor_parallel_ranks_score_with_the_bits_of_their_training(config, plan):

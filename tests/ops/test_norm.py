@@ -29,6 +29,7 @@ from tests.support.bodies_norm import (
     saved_bytes,
 )
 from tests.support.interpreter import needs_triton
+from tests.support.pairwise import each_pair
 
 CUDA = torch.device("cuda")
 each_norm = pytest.mark.parametrize("biased", [True, False], ids=["layer_norm", "rms_norm"])
@@ -70,9 +71,7 @@ def test_a_cpu_sums_gradients_of_16_bits_in_fp32(dtype):
 
 
 @pytest.mark.slow(3)
-@each_norm
-@pytest.mark.parametrize("dropped", [True, False])
-@pytest.mark.parametrize("shifted", [True, False])
+@each_pair(biased=[True, False], dropped=[True, False], shifted=[True, False])
 def test_the_ops_keep_the_contract_of_custom_ops(dropped, shifted, biased):
     x, branch, shift, weight, offset = (t.requires_grad_() for t in draw((2, 3), 24, torch.float32))
     key, shift, offset = keys_of(2) if dropped else None, shift if shifted else None, offset if biased else None

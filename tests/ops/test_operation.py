@@ -63,6 +63,7 @@ import sys, torch
 from dtgpt.ops.norms import norm
 from dtgpt.ops.activations import bias_gelu
 from dtgpt.ops.linear import linear
+from dtgpt.ops.operation import load_kernels
 
 def layer(x, weight, gain, bias):
     return bias_gelu(linear(norm(x, gain, bias, 1e-5), weight, None), bias)
@@ -73,38 +74,24 @@ def kernels():
 inputs = torch.randn(2, 8), torch.randn(8, 8), torch.ones(8), torch.zeros(8)
 layer(*inputs)
 assert not kernels(), kernels()
+load_kernels("swiglu")
+x = torch.randn(4, 8).bfloat16()
+eager = torch.ops.dtgpt.swiglu(x)
+assert "torch._dynamo" not in sys.modules, "imported by the op"
+assert "dtgpt.ops.kernels.norm" not in kernels()
 inputs = [each.bfloat16().requires_grad_() for each in inputs]
 compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs)
 assert "dtgpt.ops.kernels.norm" in kernels()
-eager = layer(*inputs)
-gradients = [torch.autograd.grad(made.sum(), inputs) for made in (compiled, eager)]
-assert torch.equal(compiled, eager) and all(map(torch.equal, *gradients))
+made = layer(*inputs)
+gradients = [torch.autograd.grad(each.sum(), inputs) for each in (compiled, made)]
+assert torch.equal(compiled, made) and all(map(torch.equal, *gradients))
+op = torch.compile(lambda x: torch.ops.dtgpt.swiglu(x), fullgraph=True, backend="eager")
+assert torch.equal(op(x), eager) and torch.equal(torch.ops.dtgpt.swiglu(x), eager)
 """
 
 
 @pytest.mark.slow(6)
 @pytest.mark.compiler
-def test_a_run_in_fp32_imports_no_kernels_and_a_first_compiled_call_imports_them():
+def test_fp32_imports_no_kernels_an_op_no_compiler_and_a_first_compiled_call_both():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-OPS = """
-import sys, torch
-from dtgpt.ops.norms import norm
-from dtgpt.ops.operation import load_kernels
-
-x = torch.randn(4, 8).bfloat16()
-inputs = x, torch.ones(8), torch.zeros(8), 1e-5
-load_kernels("norm_and_pass")
-eager = torch.ops.dtgpt.norm(*inputs)[0]
-assert "torch._dynamo" not in sys.modules, "imported by the op"
-compiled = torch.compile(lambda *inputs: torch.ops.dtgpt.norm(*inputs)[0], fullgraph=True, backend="eager")
-assert torch.equal(compiled(*inputs), eager) and torch.equal(torch.ops.dtgpt.norm(*inputs)[0], eager)
-"""
-
-
-@pytest.mark.slow(3)
-def test_an_op_of_pytorch_imports_no_compiler_and_is_compiled_afterwards():
-    done = subprocess.run([sys.executable, "-c", OPS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -234,6 +234,12 @@ VARIANTS = {
     "gpt_neo": [{"target_modules": "all-linear"}], "olmo3": [{"target_modules": "all-linear"}],
     "gpt_oss": [{"target_modules": ["q_proj", "k_proj", "o_proj"]}],
     "phi3": [{"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 6}}],
+    "olmoe": [{"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}],  # which peft takes for stacks
+    "mixtral": [{"target_modules": ["w1", "w2", "w3"], "use_rslora": True}],
+    "qwen3_moe": [{"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+                  {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "mlp.gate.weight"],
+                   "rank_pattern": {"gate_up_proj": 5}, "alpha_pattern": {"1.mlp.experts.gate_up_proj": 3.0}}],
+    "gpt_oss_moe": [{"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}],
 }  # fmt: skip
 
 

@@ -3,10 +3,8 @@
 import json
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,7 +30,7 @@ from tests.support.families import EXPERTS
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(18)
 
 STEPS, RANK = 3, 3
 LORA = LoraConfig(rank=RANK, alpha=12.0)
@@ -84,7 +82,7 @@ PLANS = {
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(recipe, kind, tmp_path):
-    lora = run_of(recipe, kind, tmp_path, global_batch_size=12, micro_batch_size=2)
+    lora = run_of(recipe, kind, tmp_path, global_batch_size=12, micro_batch_size=6)
     losses, weights = train_and_save(lora, tmp_path / "one", STEPS)
     assert losses[-1] < losses[0] - 0.05
     shapes = {name: tuple(weight.shape) for name, weight in weights.items() if ".3.mlp.experts." in name}
@@ -98,9 +96,10 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(recipe
     }  # fmt: skip
     assert all(weight.any() for weight in weights.values()) and not any("router" in name for name in weights)
     for plan in PLANS[kind]:
-        run = tmp_path / plan
-        found = pool().run(parse_plan(plan).world, train_and_save, replace(lora, plan=plan), run, 2)[0][0]
-        found += train_and_save(replace(lora, micro_batch_size=3, init_from=None), run, STEPS)[0]  # as one process
+        run, made = tmp_path / plan, parse_plan(plan)
+        part = replace(lora, plan=plan, micro_batch_size=6 // (made.dp or 1))  # two micro-batches
+        found = pool().run(made.world, train_and_save, part, run, 2)[0][0]
+        found += train_and_save(replace(lora, init_from=None), run, STEPS)[0]  # as one process
         assert found == pytest.approx(losses, abs=1e-6), plan
 
 
@@ -136,34 +135,6 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(recipe, kind, tmp_pat
     model = opened_by_peft(lora.init_from, tmp_path / "peft")
     with torch.no_grad():
         assert_round_alike(model(TOKENS).logits, ours, exact)
-
-
-VARIANTS = {
-    "olmoe": [{"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}],  # which peft takes for stacks
-    "mixtral": [{"target_modules": ["w1", "w2", "w3"], "use_rslora": True}],
-    "qwen3_moe": [{"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
-                  {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "mlp.gate.weight"],
-                   "rank_pattern": {"gate_up_proj": 5}, "alpha_pattern": {"1.mlp.experts.gate_up_proj": 3.0}}],
-    "gpt_oss_moe": [{"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_adapters_that_peft_made_are_read(kind, tmp_path):
-    base = save_base(kind, tmp_path / "base")
-    for number, given in enumerate(VARIANTS[kind]):
-        model = transformers.AutoModelForCausalLM.from_pretrained(base)
-        settings = peft.LoraConfig(r=4, lora_alpha=10, task_type="CAUSAL_LM", **given)
-        adapted = peft.get_peft_model(model, settings).eval()
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(0.1 * torch.randn_like(parameter))
-            theirs = adapted(TOKENS).logits
-        adapted.save_pretrained(tmp_path / f"{number}")
-        ours = dtgpt.load(base, adapter=tmp_path / f"{number}", device="cpu")(TOKENS)
-        assert (ours - logits_of(base)).abs().max() > 0.05
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * ours.abs().max().item())
 
 
 def per_expert(base, folder, names) -> None:
@@ -239,5 +210,7 @@ def test_routers_are_balanced_by_what_is_trained_before_them(recipe, plan, tmp_p
     plain = balanced_steps(replace(lora, balance=BalanceConfig()))
     assert plain.losses[0] == whole.losses[0] and plain.loads[0] == whole.loads[0]
     assert whole.figures[-1]["balance_loss"] < whole.figures[0]["balance_loss"]
-    changed = [name for name, value in plain.gradients.items() if not torch.allclose(value, whole.gradients[name])]
+    changed = [
+        name for name, value in plain.gradients[-1].items() if not torch.allclose(value, whole.gradients[-1][name])
+    ]
     assert len(changed) > 4

@@ -68,13 +68,14 @@ def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo, wo
             assert own_norms == pytest.approx(norms, rel=1e-5), plan
 
 
-@pytest.mark.slow(10)
-def test_a_mixture_of_experts_draws_the_same_answers_for_twenty_steps(grpo):
+@pytest.mark.slow(4)
+def test_a_mixture_of_experts_draws_the_same_answers_for_eight_steps(grpo):
     """And for three under ZeRO and a pipeline."""
-    moe = replace(grpo, model=replace(OLMOE, dropout=0.0, init_std=0.1), optimizer=replace(ADAMW, warmup=0), steps=20)
-    losses, ids, _ = train_answers(moe, 20)
-    assert len(ids) == 20 * 8 and len(set(map(tuple, ids))) > 60
-    for plan, steps in (("dp2", 20), ("dp2_zero3", 3), ("pp2", 3)):
+    model = replace(OLMOE, num_layers=2, dropout=0.0, init_std=0.1)
+    moe = replace(grpo, model=model, optimizer=replace(ADAMW, warmup=0), steps=8)
+    losses, ids, _ = train_answers(moe, 8)
+    assert len(ids) == 8 * 8 and len(set(map(tuple, ids))) > 40
+    for plan, steps in (("dp2", 8), ("dp2_zero3", 3), ("pp2", 3)):
         found = pool().run(2, train_answers, replace(moe, plan=plan, micro_batch_size=4), steps)[0]
         assert found[1] == ids[: 8 * steps], plan
         assert found[0] == pytest.approx(losses[:steps], abs=1e-5), plan

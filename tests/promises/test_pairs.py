@@ -112,7 +112,10 @@ def references(tmp_path_factory):
 
 
 def run(recipe: Recipe, plan: str, folder: Path, last: int) -> list[Part]:
-    return pool().run(parse_plan(plan).world, train_part, replace(recipe, plan=plan), folder, last)
+    """Of a batch that the plan cuts into two micro-batches."""
+    made = parse_plan(plan)
+    size = recipe.global_batch_size // (2 * (made.dp or 1))
+    return pool().run(made.world, train_part, replace(recipe, plan=plan, micro_batch_size=size), folder, last)
 
 
 def of(recipe: Recipe, model: str, optimizer: str = "adamw", **changes) -> Recipe:
@@ -123,7 +126,7 @@ def of(recipe: Recipe, model: str, optimizer: str = "adamw", **changes) -> Recip
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_run_under_two_plans_follows_one_process(recipe, references, tmp_path, case):
     replicas = max(parse_plan(plan).dp or 1 for plan in (case.first, case.then))
-    recipe = of(recipe, case.model, case.optimizer, global_batch_size=4 * replicas)  # two micro-batches or more on each
+    recipe = of(recipe, case.model, case.optimizer, global_batch_size=4 * replicas)
     expected, found = references(recipe, STEPS), []
     recipe = replace(recipe, recompute=case.recompute)
     for plan, last in ((case.first, HALF), (case.then, STEPS)):
@@ -146,5 +149,5 @@ def test_fp8_under_tensor_parallelism_is_that_of_one_process(recipe, references,
     """Activations that no fused kernel knows are those of the model, also between two products in fp8."""
     recipe = of(recipe, model, precision="fp8", global_batch_size=4)
     recipe = replace(recipe, model=replace(MODELS[model], dropout=0.0))
-    found = run(recipe, "tp2_sp", tmp_path, 3)[0].losses
-    assert found == pytest.approx(references(recipe, 3).losses, rel=1e-3)
+    found = run(recipe, "tp2_sp", tmp_path, STEPS)[0].losses
+    assert found == pytest.approx(references(recipe, STEPS).losses, rel=1e-3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.moe import mixture
-from dtgpt.ops.experts.routing import Routing, choose
+from dtgpt.ops.experts.routing import Routing
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
 from dtgpt.train.setup import open_trainer
 
@@ -26,8 +26,8 @@ class Step(NamedTuple):
     rows: list[int]
 
 
-def step_of(recipe: Recipe, alike: bool = False) -> Step:
-    """Take a step of the recipe. alike: every token chooses the first experts."""
+def step_of(recipe: Recipe) -> Step:
+    """Take a step of the recipe in which every token chooses the first experts."""
     from dtgpt.compare.whole_tensors import gather_whole
 
     rows: list[int] = []
@@ -38,7 +38,7 @@ def step_of(recipe: Recipe, alike: bool = False) -> Step:
         return products(experts, x, ends)
 
     with (
-        mock.patch.object(mixture, "choose", _first if alike else choose),
+        mock.patch.object(mixture, "choose", _first),
         mock.patch.object(mixture.Experts, "products", counted),
         open_trainer(recipe) as trainer,
     ):

@@ -8,6 +8,7 @@ when a seam replaces what it did.
 """
 
 import ast
+import functools
 import json
 import os
 import re
@@ -96,12 +97,14 @@ print("TRACED" + json.dumps({"modules": modules, **{phase: sorted(found) for pha
 """
 
 
+@functools.cache
 def files() -> dict[str, Path]:
     """Return the modules of the package by dotted name."""
     found = {path: path.relative_to(PACKAGE.parent).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))}
     return {".".join(name.parts).removesuffix(".__init__"): path for path, name in found.items()}
 
 
+@functools.cache
 def room_of(path: Path) -> str | None:
     """Return the room of the core in which a file is, None outside."""
     name = path.relative_to(PACKAGE).with_suffix("").as_posix()

@@ -21,7 +21,7 @@ from tests.support.ranks import pool
 from tests.support.requests import make_request
 from tests.support.whole_model import build_model
 
-LENGTH, NEW = 128, 100
+LENGTH = 128
 PROMPT = [5, 3, 8, 130, 2, 77, 9, 9]
 CONFIG = replace(OLMOE, seq_length=24, vocab_size=131, init_std=0.3, dropout=0.0)
 PROMPTS = [[5], [5, 90, 17], list(range(14)), [3, 4, 5, 6, 7, 8]]
@@ -37,18 +37,10 @@ def saved(tmp_path_factory):
 
 
 def theirs(twin, **options) -> torch.Tensor:
-    given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    given = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
     return twin.generate(torch.tensor([PROMPT]), **given)[:, len(PROMPT) :]
 
 
-@pytest.mark.slow(4)
-def test_100_greedy_tokens_are_those_of_transformers(saved):
-    twin, folder = saved
-    found = dtgpt.load(folder).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    assert found == theirs(twin)[0].tolist() and len(set(found)) > 10
-
-
-@pytest.mark.slow(4)
 def test_beams_are_those_of_transformers(saved):
     twin, folder = saved
     expected = theirs(twin, max_new_tokens=20, num_beams=3, num_return_sequences=2).tolist()
@@ -56,7 +48,6 @@ def test_beams_are_those_of_transformers(saved):
     assert found == expected
 
 
-@pytest.mark.slow(4)
 def test_scores_of_a_prompt_are_those_of_transformers(saved):
     twin, folder = saved
     with torch.no_grad():
@@ -74,7 +65,7 @@ def greedy_text(ids: list[int], config: ExpertsConfig = CONFIG) -> list[int]:
     return whole[len(ids) :]
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(("plan", "world"), [("single", 1), ("pp2", 2), ("pp2_zbv", 2), ("tp2", 2)])
 def test_requests_beside_each_other_have_the_texts_that_they_have_alone(plan, world):
     requests = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
@@ -107,7 +98,6 @@ def test_choices_of_a_prompt_read_at_once_are_those_of_its_tokens():
     assert torch.equal(choose(torch.zeros(1, 1, 6), router.rule), torch.tensor([[[0, 1]]]))
 
 
-@pytest.mark.slow(2)
 def test_ranks_that_share_experts_add_biases_once():
     """Beside an MLP that all tokens share, and a block without experts."""
     config = replace(MANY, seq_length=24, vocab_size=131, init_std=0.3, dropout=0.0)

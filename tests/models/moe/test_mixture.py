@@ -1,21 +1,16 @@
 """The modules of mixtures of experts: a block with all that there can be against a loop over tokens, the correction of
 a router, and what a balance sees."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.config.plan_choice import parse_plan
-from dtgpt.config.recipe import Recipe
 from dtgpt.models.moe.mixture import Mixture, Router, routers
 from dtgpt.ops.random.philox import fold, normal, root_key
-from tests.models.moe.test_plans import ADAMW, SHAPE, STEPS
-from tests.support.bodies_optimizer import Part, train_part
+from tests.models.moe.test_plans import ADAMW, SHAPE
 from tests.support.example_mixture import ManyConfig
-from tests.support.ranks import pool
 from tests.support.runs import training
 from tests.support.whole_model import build_model
 
@@ -145,23 +140,3 @@ def test_what_is_counted_in_backward_is_counted_once(recipe, recompute):
     watched = tilts[0].watched
     trainer.held_out_loss()
     assert tilts[0].counts.sum() == tokens and tilts[0].watched > watched
-
-
-@pytest.fixture
-def many(recipe) -> Recipe:
-    return replace(recipe, model=MANY, optimizer=ADAMW, steps=STEPS, micro_batch_size=2, global_batch_size=8)
-
-
-@pytest.mark.slow(12)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_such_a_model_has_the_curve_of_one_process_under_plans(many, tmp_path, precision):
-    many = replace(many, precision=precision)
-    expected: Part = train_part(replace(many, plan="single"), tmp_path / "one", STEPS)
-    assert expected.losses[0] > expected.losses[-1] and math.isfinite(expected.losses[-1])
-    for plan in ("dp2_zero3", "dp2", "pp2_zbv"):
-        ranks = pool().run(parse_plan(plan).world, train_part, replace(many, plan=plan), tmp_path / plan, STEPS)
-        part = ranks[0]
-        assert part.losses == pytest.approx(expected.losses, rel=1e-6 if precision == "fp32" else 2e-3)
-        for name, weight in part.weights.items():
-            if name.endswith("correction.bias"):
-                assert not weight.any()

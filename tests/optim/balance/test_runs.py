@@ -26,7 +26,7 @@ from tests.support.bodies_optimizer import train_part
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run, training
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(8)
 
 
 @pytest.fixture
