@@ -134,7 +134,7 @@ def test_training_follows_peft_beside_bitsandbytes(qlora, base, tmp_path):
     options = transformers.BitsAndBytesConfig(**asked, bnb_4bit_compute_dtype=torch.bfloat16)
     narrow = {"quantization_config": options, "device_map": {"": "cpu"}, "dtype": torch.bfloat16}
     model = transformers.AutoModelForCausalLM.from_pretrained(base, **narrow)
-    qlora = replace(qlora, steps=50, optimizer=replace(qlora.optimizer, lr=2e-3), micro_batch_size=8, precision="bf16")
+    qlora = replace(qlora, steps=50, optimizer=replace(qlora.optimizer, lr=5e-4), micro_batch_size=8, precision="bf16")
     found = list(losses_beside(qlora, with_adapters(model, tmp_path / "run", qlora)))
     assert found[-1][0] < found[0][0] - 0.1
     for ours, theirs in found:
