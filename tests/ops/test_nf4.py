@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.ops.nf4.form import BLOCK, GROUP, STEPS, VALUES, Nf4, Place, whole
 from dtgpt.ops.nf4.linear import nf4_linear
-from dtgpt.ops.nf4.quantise import BLOCK, GROUP, STEPS, VALUES, Nf4, Place, dequantise, quantise, reference, whole
+from dtgpt.ops.nf4.quantise import dequantise, quantise, reference
 from tests.support.bodies_norm import saved_bytes
 from tests.support.interpreter import needs_triton, run_interpreted
 

@@ -19,8 +19,8 @@ LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in fol
 CIRCLES: list[list[str]] = []
 # Definitions of operations that capabilities use stand beside those of the core, and so do functions that several of
 # them share. Nothing else is of no folder.
-SHARED = {"ops.attention", "ops.experts", "ops.fp8", "ops.optim", "ops.local_tensors", "ops.more_activations"}
-SHARED |= {"models.shared", "util.shared"}
+SHARED = {"ops.attention", "ops.experts", "ops.fp8", "ops.nf4", "ops.optim", "ops.local_tensors"}
+SHARED |= {"ops.more_activations", "models.shared", "util.shared"}
 
 
 def room_of(file: Path) -> str:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.nf4.quantise import BLOCK, GROUP, tables
+from dtgpt.ops.nf4.form import BLOCK, GROUP, tables
 
 BLOCKS = 32  # of a program
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.nf4.quantise import Nf4, Place, dequantise
+from dtgpt.ops.nf4.form import Nf4, Place
+from dtgpt.ops.nf4.quantise import dequantise
 
 
 def nf4_linear(x: Tensor, matrix: Nf4, place: Place, bias: Tensor | None) -> Tensor:

@@ -5,8 +5,10 @@ from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Parameter
-from dtgpt.models.roles import MATRICES, MLP_COLUMNS, ROWS, Role
+from dtgpt.models.inventory import Parameter, inventory
+from dtgpt.models.roles import MATRICES, MLP_COLUMNS, ROWS, STACKS, Role
+from dtgpt.ops.nf4.form import BLOCK
+from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
@@ -119,10 +121,22 @@ class LoraConfig(Section):
         self._check_matrices(settings.model, settings.plan.tp)
 
     def _check_matrices(self, model: ModelConfig, tp: int = 1) -> None:
-        if self.bits:
-            from dtgpt.posttrain.lora.four_bits import check_matrices  # which other runs do without
-
-            check_matrices(model, self, tp)
+        """Raise UserError where matrices of a model, or their parts under tp, are not held in 4 bits."""
+        parts = inventory(model) if self.bits else None
+        for p in (p for index in parts.counts for p in parts.of_block(index)) if parts else ():
+            if p.role in STACKS:
+                raise UserError(
+                    f"lora.bits={self.bits}, but {p.name} is a stack of matrices of experts, which dtgpt does not hold "
+                    "in 4 bits; use --lora.bits 0"
+                )
+            ranks = tp if p.role in ROWS else 1
+            if self.quantises(p) and p.shape[1] % (BLOCK * ranks):
+                each = f" on each of tp={tp} ranks" if ranks > 1 else ""
+                raise UserError(
+                    f"lora.bits={self.bits}, but rows of {p.name} have {p.shape[1] // ranks} elements{each}, no "
+                    f"multiple of {BLOCK}, of which each {BLOCK} have a scale; use {'a smaller tp, or ' * (ranks > 1)}"
+                    "--lora.bits 0"
+                )
 
     @property
     def freezes_weights(self) -> bool:

@@ -20,11 +20,11 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import fill_weight
 from dtgpt.models.inventory import Shape, inventory
-from dtgpt.models.roles import ROWS, STACKS
 from dtgpt.models.source import Part, Source
 from dtgpt.ops.local_tensors import local, on_local_tensors
+from dtgpt.ops.nf4.form import BLOCK, Nf4, Place, shapes, whole
 from dtgpt.ops.nf4.linear import nf4_linear
-from dtgpt.ops.nf4.quantise import BLOCK, Nf4, Place, dequantise, quantise, shapes, whole
+from dtgpt.ops.nf4.quantise import dequantise, quantise
 from dtgpt.parallel.layout import Region, slices
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.errors import UserError
@@ -77,25 +77,6 @@ def held_bytes(parameter: Any, lora: LoraConfig, elements: float, width: int) ->
         return width * elements
     beside = math.prod(shapes(*parameter.shape)[2]) if elements == math.prod(parameter.shape) else 0
     return elements / 2 + elements / BLOCK + beside
-
-
-def check_matrices(config: ModelConfig, lora: LoraConfig, tp: int) -> None:
-    """Raise UserError where matrices of a model, or their parts under tp, are not held in 4 bits."""
-    bits, parts = lora.bits, inventory(config)
-    for p in (p for index in parts.counts for p in parts.of_block(index)):
-        if p.role in STACKS:
-            raise UserError(
-                f"lora.bits={bits}, but {p.name} is a stack of matrices of experts, which dtgpt does not hold in 4 "
-                "bits; use --lora.bits 0"
-            )
-        if lora.quantises(p):
-            ranks = tp if p.role in ROWS else 1
-            if p.shape[1] % (BLOCK * ranks):
-                each = f" on each of tp={tp} ranks" if ranks > 1 else ""
-                raise UserError(
-                    f"lora.bits={bits}, but rows of {p.name} have {p.shape[1] // ranks} elements{each}, no multiple of "
-                    f"{BLOCK}, of which each {BLOCK} have a scale; use {'a smaller tp, or ' * (ranks > 1)}--lora.bits 0"
-                )
 
 
 class _Changed(Source):
