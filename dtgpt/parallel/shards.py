@@ -132,8 +132,9 @@ class Shards:
     def initialize(self, config: ModelConfig, key: Tensor) -> None:
         """Draw this rank's part of the initial weights, straight into its memory. Integers are what a capability makes
         of weights."""
-        for shard in (each for each in self.all if each.local.is_floating_point()):
-            fill_weight(shard.local, shard.name, shard.region, config, key)
+        for shard in self.all:
+            if shard.local.is_floating_point():
+                fill_weight(shard.local, shard.name, shard.region, config, key)
         self.publish()
 
     @torch.no_grad()

@@ -44,17 +44,21 @@ SIZES = {
 TOKENS = (torch.arange(24) * 10).view(2, 12)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    """A model as transformers saves it, with weights that matter."""
+def save_base(folder: Path, noise: float) -> Path:
+    """A model as transformers saves it, whose weights are moved by noise."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    folder = tmp_path_factory.mktemp("base")
+            parameter.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A model with weights that matter."""
+    return save_base(tmp_path_factory.mktemp("base"), 0.1)
 
 
 @pytest.fixture
@@ -127,14 +131,16 @@ def test_training_follows_peft_on_the_values_that_4_bits_have(qlora, base, tmp_p
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_training_follows_peft_beside_bitsandbytes(qlora, base, tmp_path):
+def test_training_follows_peft_beside_bitsandbytes(qlora, tmp_path):
     """In bf16; there queries, keys and values are matrices of their own, whose scales have other means and groups."""
     pytest.importorskip("bitsandbytes")
+    base = save_base(tmp_path / "base", 0.03)
     asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     options = transformers.BitsAndBytesConfig(**asked, bnb_4bit_compute_dtype=torch.bfloat16)
     narrow = {"quantization_config": options, "device_map": {"": "cpu"}, "dtype": torch.bfloat16}
     model = transformers.AutoModelForCausalLM.from_pretrained(base, **narrow)
-    qlora = replace(qlora, steps=50, optimizer=replace(qlora.optimizer, lr=5e-4), micro_batch_size=8, precision="bf16")
+    rate = replace(qlora.optimizer, lr=5e-4)
+    qlora = replace(qlora, init_from=str(base), steps=50, optimizer=rate, micro_batch_size=8, precision="bf16")
     found = list(losses_beside(qlora, with_adapters(model, tmp_path / "run", qlora)))
     assert found[-1][0] < found[0][0] - 0.1
     for ours, theirs in found:

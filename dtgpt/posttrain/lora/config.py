@@ -7,7 +7,6 @@ from dtgpt.config.sections import Section
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import MATRICES, MLP_COLUMNS, ROWS, STACKS, Role
-from dtgpt.ops.nf4.form import BLOCK
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
@@ -122,8 +121,12 @@ class LoraConfig(Section):
 
     def _check_matrices(self, model: ModelConfig, tp: int = 1) -> None:
         """Raise UserError where matrices of a model, or their parts under tp, are not held in 4 bits."""
-        parts = inventory(model) if self.bits else None
-        for p in (p for index in parts.counts for p in parts.of_block(index)) if parts else ():
+        if not self.bits:
+            return
+        from dtgpt.ops.nf4.form import BLOCK  # here: every recipe reads this file
+
+        parts = inventory(model)
+        for p in (p for index in parts.counts for p in parts.of_block(index)):
             if p.role in STACKS:
                 raise UserError(
                     f"lora.bits={self.bits}, but {p.name} is a stack of matrices of experts, which dtgpt does not hold "
