@@ -1,44 +1,52 @@
-"""Tokenizing speed of `dtgpt prepare`, and of Megatron-LM's tools/preprocess_data.py where a checkout is given.
+"""Tokenizing speed of `dtgpt prepare`, with and without fastokens, and of Megatron-LM's tools/preprocess_data.py where
+a checkout is given.
 
     python benchmarks/prepare.py --vocab-file vocab.json --merge-file merges.txt --megatron path/to/Megatron-LM
+    python benchmarks/prepare.py --tokenizer Llama-3.2-1B/tokenizer.json --megabytes 20
 
-The text: the .py files of this Python's standard library (without site-packages), one JSON object a file, in the order
-of their paths, and again from the first until `--megabytes` is reached (the last round may be incomplete; what is
-printed says how many rounds). Both tools take the whole command's time, start and tokenizer included, run in turns,
-and must write the same bytes. MB are 10^6 bytes of the JSONL file.
+The text: the .py files of this Python's standard library and site-packages, each content once, one JSON object a file,
+in an order drawn by the seed 0, until `--megabytes` is reached. Libraries keep what they encoded before, so a text that
+repeats would flatter them: where all files are fewer bytes, they come again, and what is printed says how often. All
+take the whole command's time, start and tokenizer included, run in turns, and must write the same bytes. MB are 10^6
+bytes of the JSONL file; CPU seconds are those of all processes.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
+import resource
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from figures import note
 
-RUN = "import sys; from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
+RUN = "from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
+WITHOUT = "sys.modules.update(fastokens=None, orjson=None)"  # as where the extra is not installed
 
 
 def write_corpus(path: Path, size: int) -> str:
     """At least `size` bytes of JSON lines; returns what they are."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
-    lines = []
-    for source in sources:
-        text = source.read_bytes().decode("utf-8", "replace")
-        lines.append((json.dumps({"text": text, "path": str(source.relative_to(root))}) + "\n").encode())
-    once = sum(map(len, lines))
-    written = 0
+    lines = {}
+    for root in map(Path, {sysconfig.get_paths()[name]: None for name in ("stdlib", "purelib")}):
+        for source in sorted(root.rglob("*.py")):
+            text = source.read_bytes().decode("utf-8", "replace") if source.is_file() else ""
+            fields = {"text": text, "path": str(source.relative_to(root))}
+            lines.setdefault(hashlib.sha256(text.encode()).digest(), (json.dumps(fields) + "\n").encode())
+    order = list(lines.values())
+    random.Random(0).shuffle(order)
+    written = number = 0
     with path.open("wb") as file:
         while written < size:
-            written += file.write(lines[0])
-            lines.append(lines.pop(0))
-    return f"{written / 1e6:.1f} MB: {len(sources)} files of {once / 1e6:.1f} MB, {written / once:.2f} times"
+            written += file.write(order[number % len(order)])
+            number += 1
+    return f"{written / 1e6:.1f} MB: {number:,} files, each {max(number / len(order), 1):.2f} times"
 
 
 def place_gpt2(folder: Path, vocab: str, merges: str) -> None:
@@ -49,14 +57,20 @@ def place_gpt2(folder: Path, vocab: str, merges: str) -> None:
     (folder / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
 
 
-def measure(command: list[str], prefix: Path, environment: dict[str, str]) -> tuple[float, str]:
-    """Seconds of `command`, and the digest of the dataset `prefix` that it wrote."""
+def cpu_seconds() -> float:
+    """CPU seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(command: list[str], prefix: Path, environment: dict[str, str]) -> tuple[float, float, str]:
+    """Seconds and CPU seconds of `command`, and the digest of the dataset `prefix` that it wrote."""
     log = prefix.with_name("log")
-    began = time.perf_counter()
+    began, before = time.perf_counter(), cpu_seconds()
     with log.open("w") as output:
         run = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=prefix.parent)
     code = run.returncode
-    seconds = time.perf_counter() - began
+    seconds, used = time.perf_counter() - began, cpu_seconds() - before
     if code:
         raise SystemExit(f"{' '.join(command)[:200]} ended with code {code}:\n{log.read_text()[-2000:]}")
     digest = hashlib.sha256()
@@ -64,18 +78,20 @@ def measure(command: list[str], prefix: Path, environment: dict[str, str]) -> tu
         path = Path(f"{prefix}_text_document{suffix}")
         digest.update(path.read_bytes())
         path.unlink()
-    return seconds, digest.hexdigest()
+    Path(f"{prefix}_text_document.tokenizer.json").unlink(missing_ok=True)  # which dtgpt alone writes
+    return seconds, used, digest.hexdigest()
 
 
 def commands(args: argparse.Namespace, corpus: Path, prefix: Path, workers: int) -> dict[str, list[str]]:
     shared = ["--input", str(corpus), "--output-prefix", str(prefix), "--append-eod", "--workers", str(workers)]
-    shared += [
-        "--vocab-file",
-        str(Path(args.vocab_file).resolve()),
-        "--merge-file",
-        str(Path(args.merge_file).resolve()),
-    ]
-    tools = {"dtgpt": [sys.executable, "-c", RUN, *shared]}
+    if args.tokenizer:
+        shared += ["--tokenizer", str(Path(args.tokenizer).resolve())]
+    else:
+        vocab, merges = (str(Path(file).resolve()) for file in (args.vocab_file, args.merge_file))
+        shared += ["--vocab-file", vocab, "--merge-file", merges]
+    tools = {"dtgpt": [sys.executable, "-c", f"import sys; {RUN}", *shared]}
+    if find_spec("fastokens"):
+        tools["dtgpt without fastokens"] = [sys.executable, "-c", f"import sys; {WITHOUT}; {RUN}", *shared]
     if args.megatron:
         script = str(Path(args.megatron, "tools", "preprocess_data.py").resolve())
         tools["Megatron-LM"] = [sys.executable, script, *shared, "--tokenizer-type", "GPT2BPETokenizer"]
@@ -84,17 +100,21 @@ def commands(args: argparse.Namespace, corpus: Path, prefix: Path, workers: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--vocab-file", required=True)
-    parser.add_argument("--merge-file", required=True)
+    parser.add_argument("--vocab-file")
+    parser.add_argument("--merge-file")
+    parser.add_argument("--tokenizer", help="a tokenizer.json instead of these two, for dtgpt alone")
     parser.add_argument("--megatron", help="a checkout of Megatron-LM; left out: dtgpt alone")
     parser.add_argument("--megabytes", type=float, default=65)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=1, help="the fastest counts")
     args = parser.parse_args()
+    if bool(args.tokenizer) == bool(args.vocab_file and args.merge_file) or (args.tokenizer and args.megatron):
+        parser.error("give --tokenizer, without --megatron, or --vocab-file and --merge-file")
     same = True
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.jsonl")
-        place_gpt2(Path(folder), args.vocab_file, args.merge_file)
+        if args.megatron:
+            place_gpt2(Path(folder), args.vocab_file, args.merge_file)
         print(write_corpus(corpus, int(args.megabytes * 1e6)))
         places = [
             str(Path(__file__).parent.parent),
@@ -106,17 +126,19 @@ def main() -> int:
             best, digests = {}, set()
             for _ in range(args.repeats):
                 for tool, command in commands(args, corpus, Path(folder, "out"), workers).items():
-                    seconds, digest = measure(command, Path(folder, "out"), environment)
-                    best[tool] = min(seconds, best.get(tool, seconds))
+                    seconds, used, digest = measure(command, Path(folder, "out"), environment)
+                    best[tool] = min((seconds, used), best.get(tool, (seconds, used)))
                     digests.add(digest)
             same = same and len(digests) == 1
-            for tool, seconds in best.items():
-                rate = corpus.stat().st_size / 1e6 / seconds
-                note(f"{tool}, {workers} workers", {"MB/s": rate})
-                print(f"{workers} workers  {tool:<12}{seconds:8.1f} s {rate:7.2f} MB/s", flush=True)
-            if len(best) == 2:
-                print(f"{workers} workers  {best['Megatron-LM'] / best['dtgpt']:.1f} times as fast; "
-                      f"the same bytes: {'yes' if len(digests) == 1 else 'NO'}")  # fmt: skip
+            size = corpus.stat().st_size / 1e6
+            for tool, (seconds, used) in best.items():
+                rates = {"MB/s": size / seconds, "MB/CPU s": size / used}
+                note(f"{tool}, {workers} workers", rates)
+                print(f"{workers} workers  {tool:<24}{seconds:8.1f} s {rates['MB/s']:7.2f} MB/s {used:8.1f} CPU s "
+                      f"{rates['MB/CPU s']:7.2f} MB a CPU second", flush=True)  # fmt: skip
+            print(f"{workers} workers  the same bytes: {'yes' if len(digests) == 1 else 'NO'}")
+            if args.megatron:
+                print(f"{workers} workers  {best['Megatron-LM'][0] / best['dtgpt'][0]:.1f} times as fast")
     return 0 if same else 1
 
 

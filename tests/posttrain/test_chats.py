@@ -286,7 +286,7 @@ def test_keys_and_roles_of_other_names_give_the_same_chat(folder, tmp_path):
     dataset = IndexedDataset(tmp_path / "x_chat_document")
     assert len({dataset.window(i).tobytes() for i in range(4)}) == 1
     pair = {"q": "Hello", "chosen": [turns[1]], "rejected": [{"who": "agent", "said": "no"}]}
-    given["input"] = write_chats(tmp_path / "pairs.jsonl", [pair])
+    given |= {"input": write_chats(tmp_path / "pairs.jsonl", [pair]), "workers": 1}
     summary = prepare(PrepareConfig(**given, preferences=True, chat_keys=("prompt=q", *keys[1:5])))
     assert (summary.documents, summary.sequences, summary.broken) == (1, 2, 0)
 

@@ -13,7 +13,6 @@ import numpy as np
 import tiktoken
 
 from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, panics_as_user_errors, spans_of_bytes
-from dtgpt.data.library_tokenizers.merges import merges_of
 from dtgpt.data.tokenizers.open import FILES
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
 from dtgpt.util.errors import UserError
@@ -89,6 +88,8 @@ class ByteLevel(LibraryTokenizer):
     @cached_property
     def merges(self) -> tuple[list[tuple[bytes, bytes]], bool]:
         """The list of merges that makes the tokens, and whether some are made only as whole words."""
+        from dtgpt.data.library_tokenizers.merges import merges_of
+
         return merges_of({token: i for i, token in enumerate(self.ranks) if token})
 
     def encode(self, text: str, special: bool = False) -> list[int]:

@@ -81,7 +81,9 @@ class PrepareConfig:
     chat_template: Annotated[
         str | None, "with --chat or --preferences: file of a template, instead of the tokenizer's own"
     ] = None
-    workers: Annotated[int, "number of encoding processes; 0: one for each core", Bounds(0, 1024)] = 0
+    workers: Annotated[
+        int, "number of encoding processes; 0: one for each core, fewer for small inputs", Bounds(0, 1024)
+    ] = 0
     input_format: Annotated[Literal["auto", "jsonl", "parquet", "txt"], "auto: by suffix; jsonl on standard input"] = (
         "auto"
     )

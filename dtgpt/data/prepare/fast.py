@@ -73,7 +73,7 @@ def fast_for(vocabulary: Tokenizer, texts: list[str], special: bool) -> Fast | N
     """Return fastokens' tokenizer; None where it cannot be made, or gives other ids to one of the texts, beside those
     of HOSTILE, which is said."""
     names = vocabulary.added_names if isinstance(vocabulary, TokenizerJson) else vocabulary.special_names
-    texts = [*HOSTILE, *(f"a{name} {name}b\n" for name in names), *texts]
+    texts = [*HOSTILE, *names, *(f"a{name} {name}b\n" for name in names), *texts]
     library = "tiktoken" if isinstance(vocabulary, ByteLevel) else "tokenizers"
     instead = f"{library}, which is slower, encodes the texts"
     try:

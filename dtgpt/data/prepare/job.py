@@ -32,6 +32,7 @@ from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 
 MOST_NAMED = 20  # keys that nothing used
+SHARE = 1 << 27  # bytes of inputs that fastokens encodes in less time than a worker of its own takes to start
 
 # What a type of Megatron-LM reads, other than the two files of GPT2BPETokenizer.
 SUFFIXES = {
@@ -139,12 +140,13 @@ def prepare(config: PrepareConfig) -> Summary:
             check_list(listed, overwrite, prefixes.values())
         vocabulary = vocabulary_of(config)
         encoder = (make_encoder if messages is None else messages.encoder)(config, vocabulary)
-        blocks = read_blocks(sources, keys if messages is None else ())
+        blocks, size = read_blocks(sources, keys if messages is None else ()), total_bytes(sources)
         if messages is None:
-            encoder, blocks = quicken(encoder, blocks, total_bytes(sources))
+            encoder, blocks = quicken(encoder, blocks, size)
             summary.fast = encoder.fast is not None
-        encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
-        progress = Progress(total_bytes(sources), config.log_interval)
+        workers = config.workers or most_workers(size if summary.fast else None)
+        encoded = stack.enter_context(ordered_map(encoder, workers))
+        progress = Progress(size, config.log_interval)
         stack.callback(progress.clear)
         stored = encoder.dtype, encoder.vocabulary.dumps(), messages is not None
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
@@ -263,8 +265,10 @@ def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
     return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, config.encode_special)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def most_workers(size: int | None) -> int:
+    """Return the number of cores; less where fastokens encodes inputs of `size` bytes, before other workers start."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if size is None else min(cores, 1 + size // SHARE)
 
 
 def _check_any(summary: Summary, sources: list[InputFile], first: Broken | None) -> None:

@@ -11,9 +11,19 @@ from dtgpt.posttrain.chats.messages import ROLES
 from dtgpt.util.errors import UserError, shown
 
 ROW = (
-    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system",
-    "chosen", "rejected", "chat_template_kwargs",
-)  # fmt: skip
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+    "chosen",
+    "rejected",
+    "chat_template_kwargs",
+)
 MESSAGE = ("role", "content", "from", "value")
 LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # which may hold messages
 

@@ -11,6 +11,7 @@ import pytest
 from dtgpt.data.library_tokenizers.files import open_path
 from dtgpt.data.prepare import documents, encode, fast
 from dtgpt.data.prepare.documents import Unreadable, json_document
+from dtgpt.data.prepare.job import most_workers
 from dtgpt.data.tokenizers.open import open_tokenizer
 from tests.support.prepared import run
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, normalized, rank_file, tokenizer_json
@@ -173,6 +174,11 @@ def test_the_package_is_recommended_for_large_inputs_alone(tmp_path, monkeypatch
         monkeypatch.setattr(encode, "LARGE", large)
         run(tmp_path, [{"text": "a"}], tokenizer=tokenizer)
         assert capsys.readouterr().out.count("pip install 'dtgpt[fast]' brings fastokens") == times
+
+
+def test_as_many_workers_start_as_have_enough_to_do(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8), raising=False)
+    assert [most_workers(size) for size in (None, 0, 1 << 26, 1 << 27, 1 << 29, 1 << 40)] == [8, 1, 1, 2, 5, 8]
 
 
 LINES = (
