@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import dtgpt
-from dtgpt.checkpoint.open import open_checkpoint
+from dtgpt.checkpoint.open import open_checkpoint, open_source
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key
@@ -23,6 +23,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.models.batch import Batch
 from dtgpt.models.families.qwen3_moe import QWEN3_30B_A3B
+from dtgpt.ops.nf4.quantise import quantise
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.init_from.shape import open_config
@@ -74,6 +75,10 @@ def test_every_plan_has_the_same_base_and_goes_on_where_another_stopped(qlora, t
     ((expected, planned, held),) = pool().run(1, codes_of, qlora)
     assert planned == held
     assert len(expected) == 3 * 4 * 2  # codes, scales and groups of four matrices in each block
+    source = open_source(Path(qlora.init_from))
+    for name in ("blocks.0.attn.qkv", "blocks.1.mlp.down"):
+        for kind, tensor in quantise(source.read(f"{name}.weight"))._asdict().items():
+            assert torch.equal(expected[f"{name}.{'weight' if kind == 'codes' else kind}"], tensor.float())
     for plan in ("dp2", "dp3_zero3", "dp2_zero2", "tp2_sp", "pp2"):
         other, world = replace(qlora, plan=plan, global_batch_size=24), parse_plan(plan).world
         found, planned, held = pool().run(world, codes_of, other)[0]

@@ -35,6 +35,7 @@ def quantise(matrix: Tensor) -> Nf4:
     """Return a matrix `[out, in]`, `in` a multiple of BLOCK, in 4 bits. Raise ValueError where it has a value that is
     not finite: a whole group would lose its scale."""
     between_values, between_steps = _boundaries(matrix.device)
+    tables(matrix.device)  # before the first pass: a CUDA graph that captures it takes no copies from the host
     blocks = matrix.float().reshape(-1, BLOCK)
     largest = blocks.abs().amax(1)
     top = largest.max().double()
