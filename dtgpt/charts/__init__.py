@@ -1,4 +1,4 @@
-"""Curves of runs elsewhere than in metrics.jsonl: the loss plot, TensorBoard, Weights & Biases."""
+"""Curves of runs elsewhere than in metrics.jsonl: the loss plot, TensorBoard, and trackers of experiments."""
 
 from dtgpt.util.seams import Capability, CommandEntry, When
 
@@ -10,9 +10,15 @@ CAPABILITY = Capability(
             place=140,
         ),
     },
+    sections={"trackers": "dtgpt.charts.config:TrackersConfig"},
     observers=(
-        When("dtgpt.charts.wandb:WandbObserver", ("wandb",)),
-        When("dtgpt.charts.tensorboard:TensorBoardObserver", ("tensorboard",)),
+        When("dtgpt.charts.wandb:WandbObserver", ("log.wandb",)),
+        *(
+            When(f"dtgpt.charts.{name}:{mode.title()}", (f"trackers.{name}={mode}",))
+            for name in ("mlflow", "trackio", "comet")
+            for mode in ("offline", "online")
+        ),
+        When("dtgpt.charts.tensorboard:TensorBoardObserver", ("log.tensorboard",)),
         "dtgpt.charts.observers:LossPlot",
     ),
 )

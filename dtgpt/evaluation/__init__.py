@@ -17,5 +17,5 @@ CAPABILITY = Capability(
         ),
     },
     # An empty text is asked, too: it is refused.
-    observers=(When("dtgpt.evaluation.in_training:TaskEvaluation", ("eval_tasks", "eval_tasks=")),),
+    observers=(When("dtgpt.evaluation.in_training:TaskEvaluation", ("log.eval_tasks", "log.eval_tasks=")),),
 )

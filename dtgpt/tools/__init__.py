@@ -6,7 +6,7 @@ CAPABILITY = Capability(
     commands={
         "recipe": CommandEntry(
             "dtgpt.tools.recipe:command",
-            "dtgpt recipe [NAME]\n    print a recipe file that comes with dtgpt; without NAME, list them",
+            "dtgpt recipe [NAME | --list]\n    print a recipe file that comes with dtgpt, or list them",
             place=24,
         ),
         "doctor": CommandEntry(

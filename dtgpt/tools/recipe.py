@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import dtgpt
 from dtgpt.commands.command import Command
@@ -13,18 +14,19 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.shared.explanations import Explanations
 
 FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
-KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
+KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, those of Kubernetes and SkyPilot
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """Print a recipe file that comes with dtgpt, or a job file for a cluster, to be edited and run; without NAME, list
-    them.
+    """Print a recipe file that comes with dtgpt, or a job file for a cluster, to be edited and run; without NAME, or
+    with --list, list them with what each is.
 
       model:    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py
       cluster:  dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
 
     input: tuple[str, ...] = ()
+    list: Annotated[bool, "list the names, and what each is"] = False
 
 
 def recipe_files() -> dict[str, Path]:
@@ -63,6 +65,8 @@ EXPLANATIONS = IncludedRecipes()
 def show_recipe(options: RecipeOptions) -> None:
     """Print the recipe that is named, or a line for each. Raise UserError where there is none of that name."""
     files = recipe_files()
+    if options.list and options.input:
+        raise UserError(f"--list takes no name, and {shown(options.input[0])} is one; leave out one of them")
     if not options.input:
         width = max(map(len, files), default=0)
         say("\n".join(f"{name:<{width}}  {title_of(path)}" for name, path in files.items()))

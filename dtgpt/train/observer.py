@@ -23,7 +23,6 @@ from dtgpt.run.records import Begun, Sink
 from dtgpt.run.report import Report
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.trainer import Trainer
-from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.hardware import peak_memory
 
@@ -100,12 +99,6 @@ class Unfinished:
 def is_due(step: int, interval: int) -> bool:
     """Return whether the interval, 0: never, divides the step, which is not 0: nothing is due before the first."""
     return interval > 0 and step > 0 and step % interval == 0
-
-
-def observers_of(log: LogConfig, steps: int) -> list[Observer]:
-    """Return those that capabilities bring, as far as a recipe of so many steps wants them. Raises UserError where one
-    cannot do on this machine what it is asked for: a package or a file is missing."""
-    return [observe(log, steps) for observe in seams.listed("observers", log)]
 
 
 class HeldOutLoss(Observer):

@@ -24,7 +24,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.objective import objective_of
-from dtgpt.train.observer import Observer, observers_of
+from dtgpt.train.observer import Observer
 from dtgpt.train.start import Job, ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
@@ -58,7 +58,8 @@ class Setup:
         for line in self.choice.describe():
             say(line)
         # All that one process can refuse comes before it meets the others, who would wait for it.
-        self.observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
+        # An observer raises UserError where it cannot do its part here: a package or a file is missing.
+        self.observers = [observe(recipe.log, recipe.num_steps) for observe in seams.listed("observers", recipe)]
         self.settings = self.settings_here()
         check_state_fits(self.settings, self.process)
         stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))

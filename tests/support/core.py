@@ -61,9 +61,10 @@ CORE = {  # rooms, and their files as regular expressions
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
 CAPABILITIES = {
-    "adapter", "adapters", "beam", "beams", "chat", "chats", "dpo", "fp8", "gptneo", "grpo", "hf", "huggingface",
-    "llmc", "lora", "megatron", "muon", "nanogpt", "normuon", "outlier", "outliers", "pairs", "peft", "preference",
-    "preferences", "reward", "rewards", "rollout", "rollouts", "tensorboard", "wandb",
+    "adapter", "adapters", "beam", "beams", "chat", "chats", "comet", "dpo", "fp8", "gptneo", "grpo", "hf",
+    "huggingface",
+    "llmc", "lora", "megatron", "mlflow", "muon", "nanogpt", "normuon", "outlier", "outliers", "pairs", "peft",
+    "preference", "preferences", "reward", "rewards", "rollout", "rollouts", "tensorboard", "trackio", "wandb",
 }  # fmt: skip
 STEP = "train/trainer.py", "Trainer.train_step"
 # Trace a run of the recipe in the arguments, and print the modules that it loaded and the functions that it executed.

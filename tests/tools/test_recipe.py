@@ -15,7 +15,7 @@ from dtgpt.train.start import load_recipe
 ROOT = Path(__file__).parents[2]
 RECIPES = [
     *sorted((ROOT / "recipes").glob("*.py")),
-    *(ROOT / "recipes" / name for name in ("slurm.sbatch", "pytorchjob.yaml")),
+    *(ROOT / "recipes" / name for name in ("slurm.sbatch", "pytorchjob.yaml", "skypilot.yaml")),
 ]
 
 
@@ -27,6 +27,7 @@ def run(words, capsys) -> tuple[int, str, str]:
 
 def test_each_recipe_is_listed_with_its_title(capsys):
     code, out, _ = run([], capsys)
+    assert run(["--list"], capsys)[:2] == (code, out)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [path.stem for path in RECIPES]
     title = "GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh."
     assert re.search(rf"^gpt2_345m +{re.escape(title)}$", out, re.MULTILINE)
@@ -59,6 +60,7 @@ def test_a_wheel_is_to_have_every_file_of_the_folder():
     (["gpt2_345"], "there is no recipe 'gpt2_345'; did you mean gpt2_345m?"),
     (["x" * 300], "; use one of gemma3_1b, gpt2_124m, gpt2_345m, gpt2_tiny"),
     (["gpt2_tiny", "gpt2_345m"], "dtgpt recipe prints one recipe, not 2; give one name"),
+    (["gpt2_tiny", "--list"], "--list takes no name, and 'gpt2_tiny' is one; leave out one of them"),
 ])  # fmt: skip
 def test_other_names_are_refused_in_a_sentence(words, told, capsys):
     code, out, error = run(words, capsys)

@@ -2,4 +2,4 @@
 
 from dtgpt.util.seams import Capability, When
 
-CAPABILITY = Capability(observers=(When("dtgpt.train.texts.observer:Texts", ("sample_tokens",)),))
+CAPABILITY = Capability(observers=(When("dtgpt.train.texts.observer:Texts", ("log.sample_tokens",)),))
