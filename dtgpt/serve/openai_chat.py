@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtgpt.inference.base_options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
@@ -45,8 +45,39 @@ OWN = {
 }
 
 
+class Rendered(NamedTuple):
+    """The prompt of a chat, and what decides how its answer is read."""
+
+    ids: list[int]
+    template: str
+    stops: tuple[str, ...]
+    last: str  # message
+    tools: list[dict[str, Any]]
+
+
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
     """Return the request in a JSON object. Raise HttpProblem where it cannot be served."""
+    _check_keys(body)
+    length, tokens = _length(body)
+    likeliest, begun = _logprobs(body), _begun(body)
+    one_call = read_kind(PARALLEL, True if body.get(PARALLEL) is None else body[PARALLEL], SWITCH) is False
+    chat = _render(body, prompts, begun)
+    room = max(1, service.config.seq_length - len(chat.ids))
+    asked = {name: value for name, value in body.items() if name not in OWN}
+    asked |= {"prompt": chat.ids, "max_tokens": room if tokens is None else tokens}
+    try:
+        found = read_request(asked, service.model, service.model_id, service.limits, likeliest, chat.stops)
+    except HttpProblem as problem:
+        if problem.param == "max_tokens":
+            problem.param, problem.message = length, problem.message.replace("max_tokens", length)
+        raise
+    # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
+    thinks = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(chat.last))
+    return replace(found, reader=reader_of(chat.template, bool(chat.tools), thinks, begun), one_call=one_call)
+
+
+def _check_keys(body: dict[str, Any]) -> None:
+    """Raise HttpProblem for a key that chats do not have, or that changes an answer in a way that is not there."""
     for name in (*NOT_OF_CHATS, *UNSUPPORTED):
         if body.get(name) and body[name] != UNSUPPORTED.get(name):
             why = (
@@ -55,33 +86,24 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
                 else " is for completions, and not for chats"
             )
             raise HttpProblem(400, f"{name}{why}; leave it out", name)
-    length, tokens = _length(body)
-    likeliest, begun = _logprobs(body), _begun(body)
+
+
+def _render(body: dict[str, Any], prompts: Callable[[], ChatPrompts], begun: bool) -> Rendered:
+    """Return the prompt of a request. Raise HttpProblem, which names the key that is wrong."""
     about = ARGUMENTS
     try:
         arguments = read_arguments(body.get(ARGUMENTS))
-        rendered = prompts()
-        about, tools = TOOLS, _tools(body)
-        about, messages = "messages", read_messages(body.get("messages"))
-        if tools and form_of(rendered.template) is None and not is_harmony(rendered.template):
-            about = TOOLS
+        about = "messages"
+        chats, messages = prompts(), read_messages(body.get("messages"))
+        about = TOOLS
+        tools = _tools(body)
+        if tools and form_of(chats.template) is None and not is_harmony(chats.template):
             raise UserError("calls in the form of this model's chat template are not known; leave tools out")
-        ids = rendered.encode(messages, arguments | ({TOOLS: tools} if tools else {}), client_has_left, begun)
+        about = "messages"
+        ids = chats.encode(messages, arguments | ({TOOLS: tools} if tools else {}), client_has_left, begun)
     except UserError as error:
         raise bad_request(error, about) from None
-    room = max(1, service.config.seq_length - len(ids))
-    asked = {name: value for name, value in body.items() if name not in OWN}
-    asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}
-    try:
-        found = read_request(asked, service.model, service.model_id, service.limits, likeliest, rendered.stops)
-    except HttpProblem as problem:
-        if problem.param == "max_tokens":
-            problem.param, problem.message = length, problem.message.replace("max_tokens", length)
-        raise
-    # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
-    thinks = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(messages[-1]["content"]))
-    one_call = read_kind(PARALLEL, True if body.get(PARALLEL) is None else body[PARALLEL], SWITCH) is False
-    return replace(found, reader=reader_of(rendered.template, bool(tools), thinks, begun), one_call=one_call)
+    return Rendered(ids, chats.template, chats.stops, messages[-1]["content"], tools)
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
