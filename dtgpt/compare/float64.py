@@ -8,7 +8,9 @@ of a micro-batch multiplies the loss from outside, so that a head is held agains
 """
 
 import copy
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,23 @@ def trace_in_float64(
     modules compute, and the gradients of parameters where the whole batch is computed, to `file` and the word
     "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word. prepare: gives the model
     what modules of the trainer have beside their weights."""
+    with idle_cores(trainer.mesh.device):
+        _trace(trainer, file, moved, prepare)
+
+
+@contextmanager
+def idle_cores(device: torch.device) -> Iterator[None]:
+    """Compute with as many threads as there are cores while a GPU waits: a process of a run has one otherwise."""
+    threads = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trace(trainer: Trainer, file: Path, moved: bool, prepare: Callable[[Decoder], None]) -> None:
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)

@@ -1,6 +1,7 @@
 """Losses that dtgpt does not know: that of docs/seams.md, one of a recipe's own, and an objective's. One process is
 held against the same loss in float64, so that a right one is called right, and a fault in it is found."""
 
+import os
 import re
 from dataclasses import dataclass, fields, replace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dtgpt.compare.float64 import idle_cores
 from dtgpt.compare.gate import Reference, problem_of_reference
 from dtgpt.compare.record import Tracing, read_record, save_record
 from dtgpt.models.gpt2 import GPT2Config, Head
@@ -155,3 +157,11 @@ def test_the_loss_of_an_objective_on_a_gpu_is_held_against_itself_on_the_cpu(tin
     with in_use():
         recipe = SmoothingRecipe(**values, smoothing=SmoothingConfig(share=0.25))
         assert verdict(recipe, tmp_path)[: len(WRONG)] == words
+
+
+def test_float64_takes_the_cores_that_a_gpu_leaves_idle():
+    threads = torch.get_num_threads()
+    for device, wanted in (("cuda", len(os.sched_getaffinity(0))), ("cpu", threads)):
+        with idle_cores(torch.device(device)):
+            assert torch.get_num_threads() == wanted
+        assert torch.get_num_threads() == threads
