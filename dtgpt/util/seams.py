@@ -123,6 +123,7 @@ class Capability:
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
     memory_checks: tuple[str, ...] = ()  # before a rank allocates: of settings, rank and ranks of its node
+    places: tuple[str, ...] = ()  # from a name that is no path, to the path of what it names; None: of others
     near_paths: tuple[str, ...] = ()  # finds a path like one that does not exist
     cpu_starts: tuple[str, ...] = ()  # called before a run on a CPU allocates
     foreign_models: tuple[str, ...] = ()  # says what to do with a checkpoint of a class that is not here
