@@ -17,9 +17,9 @@ from dtgpt.util.errors import UserError
 
 # Weights, settings and tokenizers, by the names that dtgpt reads: no pickles, no code, no copies in other formats.
 WANTED = [
-    "model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors", "*.json", "*.jinja", "merges.txt",
-    "tokenizer.model", "spiece.model", "qwen.tiktoken",
-]  # fmt: skip
+    *("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"),
+    *("*.json", "*.jinja", "merges.txt", "tokenizer.model", "spiece.model", "qwen.tiktoken"),
+]
 IGNORED = ["*/*"]  # folders
 
 
