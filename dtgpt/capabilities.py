@@ -80,6 +80,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.megatron",
             "dtgpt.data.prepare",
+            "dtgpt.hub",
             "dtgpt.models.families",
             "dtgpt.models.moe",
             "dtgpt.optim.fp16",
@@ -87,6 +88,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.train.init_from",
         ),
     ),
+    ("dtgpt.hub", ()),
     ("dtgpt.train.init_from", ()),
     ("dtgpt.translate", ("dtgpt.interop",)),
     (

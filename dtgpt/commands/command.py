@@ -22,6 +22,7 @@ from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import check_fields
+from dtgpt.util.storage import located
 
 ALL = "--help-all"
 HELP = ("-h", "--help", ALL)
@@ -86,7 +87,7 @@ class Command:
             raise missing
         if len(free) > count and not needed.endswith("..."):
             raise UserError(f"{shown(free[count])} is not an option, and dtgpt {self.name} takes {needed} only")
-        return [Path(word) for word in free], options
+        return [located(word) for word in free], options
 
 
 def with_dashes(text: str) -> str:

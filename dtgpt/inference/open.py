@@ -29,6 +29,7 @@ from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import check_device
 from dtgpt.util.peers import Process
+from dtgpt.util.storage import located
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others
@@ -71,7 +72,7 @@ def open_model(
     source = open_source(path, mesh, own=own)
     check_recipe(path, source.config, own)
     if addend is not None:
-        source = with_addend(source, path, Path(addend), mesh)
+        source = with_addend(source, path, located(addend), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()

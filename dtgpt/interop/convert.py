@@ -18,6 +18,7 @@ from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.library_tokenizers.export import class_note, export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.hub.push import check_push, push
 from dtgpt.interop.foreign import Watched
 from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of
@@ -33,6 +34,7 @@ from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Changed, Given, Is, Rule, Rules, check_rules
+from dtgpt.util.storage import located
 
 SIZES = tuple(f"target_{kind}_parallel_size" for kind in ("tensor", "pipeline", "expert"))  # of a Megatron-LM tree
 
@@ -67,6 +69,9 @@ class ConvertOptions:
     ] = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
+    push: Annotated[
+        str | None, "model of the Hugging Face Hub, ORG/NAME, to which TARGET is sent; a new one is private"
+    ] = None
 
     rules: ClassVar[Rules] = (  # options that would have no effect
         Rule(
@@ -85,6 +90,12 @@ class ConvertOptions:
             Is("to", "!=", "megatron"),
         ),
         Rule(
+            "push={push} applies to --to hf and --to peft only; leave it out",
+            Given("push"),
+            Is("to", "!=", "hf"),
+            Is("to", "!=", "peft"),
+        ),
+        Rule(
             "a Megatron-LM tree cannot hold the tokenizer {value}; leave it out",
             Given("tokenizer", "vocab_file", "merge_file"),
             Is("to", "==", "megatron"),
@@ -98,6 +109,15 @@ class ConvertOptions:
 
 
 def convert(path: Path, target: Path, options: ConvertOptions) -> None:
+    """Write the model at `path` to `target`, and send it to the Hub if that is asked for. Raises UserError."""
+    if options.push is not None:
+        check_push(options.push)
+    write(path, target, options)
+    if options.push is not None:
+        push(target, options.push)
+
+
+def write(path: Path, target: Path, options: ConvertOptions) -> None:
     """Read the model at `path`, in any known format, and write it to `target`. Raises UserError if an option does not
     apply, the source is damaged or the target exists; then nothing is written."""
     check_rules(options.rules, options)
@@ -113,7 +133,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     source = open_source(path, true_vocab_size=options.true_vocab_size, own=own)
     check_recipe(path, source.config, own)
     if options.adapter is not None:
-        source = with_addend(source, path, Path(options.adapter))
+        source = with_addend(source, path, located(options.adapter))
     if options.true_vocab_size is not None and not isinstance(source, Megatron | TorchDist):
         raise UserError(
             f"true_vocab_size={options.true_vocab_size} applies to a Megatron-LM tree only, and {path} states its own; "

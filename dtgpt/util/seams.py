@@ -125,6 +125,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "batches": "of steps, on a device: a class that derives from `data.dataset.Batches`",
     "caches": "of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`",
     "locks": "of files: a class that derives from `util.storage.FileLock`",
+    "places": "from a name that is no path, to the path of what it names; None: of others",
     "near_paths": "finds a path like one that does not exist",
     # Generation.
     "options": "of a prompt: a class that derives from `inference.base_options.BaseOptions`",

@@ -183,6 +183,12 @@ class FileLock:
         return self.path.parent.is_dir()
 
 
+def located(name: str | os.PathLike[str]) -> Path:
+    """Return the path that a user names: `name` itself, or where a capability has what is named otherwise. Raises
+    UserError where it cannot be had."""
+    return seams.ask("places", lambda place: place(os.fspath(name))) or Path(name)
+
+
 def did_you_mean(path: Path, otherwise: str) -> str:
     """Return `did you mean runs/gpt2_tiny-001?` for a path that does not exist, `otherwise` where nothing is near."""
     near = next((find(path) for find in seams.listed("near_paths")), None)

@@ -1,7 +1,6 @@
 """`dtgpt.load`: a model from its files, over the processes that torchrun started."""
 
 from os import PathLike
-from pathlib import Path
 from types import NoneType
 from typing import Literal
 
@@ -14,6 +13,7 @@ from dtgpt.inference.base_options import check_switches
 from dtgpt.inference.library.model import LibraryModel
 from dtgpt.inference.open import open_model
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import located
 
 
 def load(
@@ -55,9 +55,10 @@ def load(
     check_switches(exact=exact)
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter, recipe)
+    path = located(path)
+    source, settings, mesh = open_model(path, plan, device, precision, max_length, exact, adapter, recipe)
     if isinstance(tokenizer, str):
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
         check_size(tokenizer, source.config)
-    return LibraryModel.read(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer, exact)
+    return LibraryModel.read(source, settings, mesh, path, None if slots == "auto" else slots, tokenizer, exact)

@@ -22,6 +22,7 @@ from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
+from dtgpt.util.storage import located
 
 RESET = "/reset"
 
@@ -93,7 +94,7 @@ def chat(path: Path, options: ChatOptions) -> None:
     base, arguments = sampling_of(options), arguments_of_words(options.chat_template_kwargs)
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     if template_of(tokenizer) is None and options.adapter is not None:
-        trained = tokenizer_beside(Path(options.adapter))
+        trained = tokenizer_beside(located(options.adapter))
         keep_template(tokenizer, None if trained is None else template_of(trained))
     model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     config = model.config

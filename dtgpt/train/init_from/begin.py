@@ -29,6 +29,7 @@ from dtgpt.train.start import Beginning
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
+from dtgpt.util.storage import located
 
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer
@@ -38,7 +39,7 @@ OPTIONS = {"data.tokenizer": "auto", "data.tokenizer_file": None, "data.vocab_fi
 
 def begin(init_from: str | None, resume: str | Path | None, vocab_size: int) -> Beginning:
     """Return what a run begins with. Arguments as of a recipe."""
-    return OtherModel(Path(init_from)) if init_from else OwnRun()
+    return OtherModel(located(init_from)) if init_from else OwnRun()
 
 
 class OwnRun(Beginning):
