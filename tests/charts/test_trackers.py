@@ -70,11 +70,13 @@ def of_trackio(run: Path):
 
 
 def of_comet(run: Path):
-    params, points, keys = {}, [], set()
+    params, points, keys, ways = {}, [], set(), []
     for archive in sorted((run / "comet").glob("*.zip")):
         with zipfile.ZipFile(archive) as file:
-            keys.add(json.loads(file.read("experiment.json"))["offline_id"])
+            about = json.loads(file.read("experiment.json"))
             messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+        keys.add(about["offline_id"])
+        ways.append(about["resume_strategy"])
         payloads = [message["payload"] for message in messages]
         params |= {p["param"]["paramName"]: str(p["param"]["paramValue"]) for p in payloads if "param" in p}
         points += [
@@ -83,6 +85,7 @@ def of_comet(run: Path):
             if "metric" in p
         ]
     (key,) = keys
+    assert sorted(ways) == ["create", "get"]  # of the upload of each start
     return key, params, [point for point in points if point[1] != "process duration"]
 
 

@@ -77,9 +77,12 @@ def test_a_name_of_the_hub_is_as_good_as_its_folder(recipe, exported, tmp_path, 
         assert command("generate", path, "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0") == 0
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first == second
+    for words in (["convert", exported, tmp_path / "out"], ["generate", exported]):
+        assert command(*words, "--adapter", "hf:org/lora") == 2
+        assert "hf:org/lora is not in the cache" in capsys.readouterr().err
 
 
-def test_pickles_code_and_other_copies_are_not_fetched():
+def test_pickles_code_and_other_copies_are_not_fetched(monkeypatch, cache):
     wanted = [
         "config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
         "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja",
@@ -92,6 +95,12 @@ def test_pickles_code_and_other_copies_are_not_fetched():
         [*wanted, *others], allow_patterns=fetch.WANTED, ignore_patterns=fetch.IGNORED
     )
     assert list(kept) == wanted
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.update(how) or cache)
+    cache.mkdir()
+    (cache / "model.safetensors").touch()
+    assert names.place("hf:org/tiny@v1") == cache and names.place("hf") is None
+    assert (asked["revision"], asked["allow_patterns"], asked["ignore_patterns"]) == ("v1", fetch.WANTED, fetch.IGNORED)
 
 
 @pytest.mark.parametrize("name, told", [
