@@ -136,6 +136,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.scores",
             "dtgpt.interop",
             "dtgpt.parallel.context_parallel",
+            "dtgpt.posttrain.chats",
             "dtgpt.posttrain.lora",
             "dtgpt.tools",
             "dtgpt.util.machine",
