@@ -112,7 +112,6 @@ FOLDERS = {
     ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open",
     ("dtgpt.data", "dtgpt.data.cached"): "cache>folders file_array",
     ("dtgpt.data.megatron", "dtgpt.data.cached"): "file_array",
-    ("dtgpt.data", "dtgpt.data.prepare"): "documents",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>open staging>shard_file tokenizer>open",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",

@@ -78,7 +78,7 @@ def test_parameters_come_out_as_they_went_in():
     payload = SlotState.encode([4, 5, 6], sampling, IDS, 0, 0)
     assert payload.dtype == torch.int64 and payload[-3:].tolist() == [4, 5, 6]
     found = unpack(payload[None, :-3])
-    assert [float(x) for x in found.floats] == [1 / 3, 0.1, 0, 0, 0, 0, 0]
+    assert [float(x) for x in found.floats] == [1 / 3, 0.1, 0, 0, 0, 0, 0, 0]
     integers = {name: int(value) for name, value in found.integers._asdict().items() if "key" not in name}
     assert list(integers.values()) == [3, 7, 0, 0, NONE, NONE, NONE]
     assert not found.bias_ids.any() and not found.bias_values.any()

@@ -147,8 +147,10 @@ class RuleOptions(BaseOptions):
         self, special: SpecialIds, numbers: Mapping[str, float], bias: Mapping[int, float] | None = None
     ) -> Tensor:
         own: dict[str, float] = {"ngram": self.no_repeat_ngram_size, "min_new_tokens": self.min_new_tokens}
-        names = ("top_p_decay", "top_p_bound", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+        names = ("top_p_decay", "top_p_bound", "min_p", "frequency_penalty", "presence_penalty")
         own |= {name: getattr(self, name) for name in names}
+        if self.repetition_penalty != 1:  # where there are no rules, it is 0
+            own["repetition_penalty"] = self.repetition_penalty
         if self.prevent_newline_after_colon and special.colon is not None and special.newline is not None:
             own |= {"colon": special.colon, "newline": special.newline}
         if self.stop_on_double_eol:
