@@ -44,7 +44,7 @@ def read_call(text: str) -> ToolCall | None:
     """Return the call in a JSON object with a name and arguments, or parameters; None where there is none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # a model may write any depth
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
@@ -115,7 +115,7 @@ class Whole:
         while place < len(text):
             try:
                 _, end = decoder.raw_decode(text, place)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return []
             call = read_call(text[place:end])
             if call is None:
@@ -157,6 +157,8 @@ class Channels:
             if not self._within:
                 head, found, rest = self._held.partition(self.message)
                 if not found:
+                    if last and not self._held.startswith("<|"):  # no message at all: text is not lost
+                        said, self._held = said + self._held, ""
                     break
                 self._head, self._held, self._within = head, rest, True
             ends = sorted((place, end) for end in self.ends if (place := self._held.find(end)) >= 0)

@@ -7,8 +7,10 @@ import pytest
 
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.chats.tools import read_tools
 from dtgpt.serve.thoughts import Thoughts
 from dtgpt.serve.tool_calls import Channels, Tagged, TagReader, Whole, form_of, reader_of
+from dtgpt.util.errors import UserError
 from tests.support.chats import FAMILIES, HERMES, write_tokenizer
 from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served
@@ -51,6 +53,8 @@ ANSWERS = [  # reader, text -> thought, what is said, calls
     (harmony, "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant to=functions.now<|channel|>commentary"
      "<|message|>", "", "Wait.", [NOW]),
     (lambda: harmony(begun=True), "on<|e", "", "on<|e", []),
+    (harmony, "No message.", "", "No message.", []),
+    (harmony, "<|channel|>final", "", "", []),
 ]  # fmt: skip
 
 
@@ -63,6 +67,13 @@ def test_pieces_are_the_whole(reader, text, thought, said, calls):
         assert "".join(part.thought for part in parts) == thought
         assert "".join(part.said for part in parts) == said
         assert [tuple(call) for part in parts for call in part.calls] == calls
+
+
+def test_calls_of_any_depth_are_text():
+    deep = '{"name": "f", "arguments": ' + "[" * 200_000
+    assert hermes().take(f"<tool_call>{deep}</tool_call>", True).calls == [] == llama().take(deep, True).calls
+    with pytest.raises(UserError, match="is not JSON; give a list"):
+        read_tools(deep)
 
 
 def test_the_template_says_the_form():

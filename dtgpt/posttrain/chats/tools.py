@@ -60,7 +60,7 @@ def _call(number: int, given: Any) -> dict[str, Any]:
 def _parsed(text: str, what: str, form: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ChatError(f"{what}={shown(text)} is not JSON; give {form}") from None
 
 
