@@ -21,7 +21,7 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 write = os.write  # tests replace that of the module
 SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
-FOREIGN, NEVER = -1, -2
+FOREIGN = -1
 VAIN = 20_000  # lines that a function may run in a process without a new one: then the test does not follow it
 AGAIN = 1_000  # and each later test so many
 SPARE = 1 << 20  # bytes of a mapped file
@@ -52,8 +52,7 @@ class CallLog:
         self._is_limited = False
         descriptor = os.open(f"{folder}/number", os.O_CREAT | os.O_RDWR)
         os.ftruncate(descriptor, 4)
-        self._memory = mmap.mmap(descriptor, 4)
-        self._number = memoryview(self._memory).cast("I")  # shared: forks see the next test begin
+        self._number = memoryview(mmap.mmap(descriptor, 4)).cast("I")  # shared: forks see the next test begin
         os.close(descriptor)
         self._last: dict[int, int] = {}  # by id of a code object: the number under which it was written last
         self._kept: list[CodeType] = []  # else another object could get the id
@@ -62,48 +61,12 @@ class CallLog:
         self._missing: dict[int, set[int]] = {}  # by id of a code object: its lines that have not run yet
         self._vain: dict[int, int] = {}  # and how many ran since the last new one
         self._left: set[int] = set()  # those that are not followed up to the next test
-        self._calls = None if with_lines else load_calls(folder)
 
     def follow(self) -> None:
-        """Note calls of this thread, and of those to come, from now on. Without a C compiler it is by `trace`: several
-        times as slow, and up to an error in it, as where no call may be nested deeper."""
-        if self._calls is None:
-            threading.settrace(self.trace)
-            sys.settrace(self.trace)
-        else:
-            self._calls.start(self._enter, self._leave, self._memory)
-            threading.setprofile(lambda *_: self._calls.follow())  # as the first event of a thread
-            self._calls.follow()
-
-    def _enter(self, frame: FrameType) -> None:
-        """Note a call that is new to this process, or to the test."""
-        if ROOT is None:  # the interpreter ends
-            return
-        code, number = frame.f_code, self._current()
-        own = code.co_filename.startswith(ROOT)
-        if id(code) not in self._last:
-            self._last[id(code)] = number
-            self._kept.append(code)
-        self._calls.note(code, number if own else FOREIGN)
-        if not own:
-            return
-        file = code.co_filename[len(ROOT) :]
-        if code.co_name != "<module>":
-            self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
-        elif frame.f_globals.get("__name__") != "__main__":
-            self._calls.note(code, NEVER)  # imported again, it is to be seen again
-            self.name(f"import {file}")
-            self._imports.append((threading.get_ident(), import_number(file)))
-            self._calls.import_depth(len(self._imports))
-
-    def _leave(self, frame: FrameType) -> None:
-        """See that a module is imported, or that its import failed."""
-        if ROOT is None or not frame.f_code.co_filename.startswith(ROOT):
-            return
-        entry = (threading.get_ident(), import_number(frame.f_code.co_filename[len(ROOT) :]))
-        if entry in self._imports:
-            del self._imports[len(self._imports) - 1 - self._imports[::-1].index(entry) :]
-            self._calls.import_depth(len(self._imports))
+        """Trace this thread, and those to come, from now on: up to an error in `trace`, as where no call may be nested
+        deeper, which ends it."""
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
 
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
@@ -256,41 +219,12 @@ def lines_of(code: CodeType) -> set[int]:
     return {line for _, _, line in code.co_lines() if line is not None and line != code.co_firstlineno}
 
 
-def build_calls(folder: str) -> None:
-    """Compile `calls.c` into a folder, where there is a C compiler and Python's headers."""
-    import shutil
-    import subprocess
-    import sysconfig
-
-    compiler, source = shutil.which("cc"), Path(__file__).with_name("calls.c")
-    if compiler is not None:
-        words = [compiler, "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", str(source)]
-        subprocess.run([*words, "-o", f"{folder}/calls.so"], check=False, capture_output=True)
-
-
-def load_calls(folder: str) -> Any:
-    """Return the module that `build_calls` made; None where there is none."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("calls", f"{folder}/calls.so")
-    if spec is None or spec.loader is None or not os.path.exists(f"{folder}/calls.so"):
-        return None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError:  # of another Python
-        return None
-    return module
-
-
 def write_hook(folder: str, root: str = ROOT, with_lines: bool = False) -> None:
     """Make `folder` an entry of PYTHONPATH with which Python processes write to it from their start on. root: of the
     tree whose functions are of interest, with a slash. with_lines: which lines of `dtgpt/` run, too."""
     Path(folder, "calls_of_tests.py").write_bytes(Path(__file__).read_bytes())
     text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r}, {with_lines})\n"
     Path(folder, "sitecustomize.py").write_text(text)
-    if not with_lines:
-        build_calls(folder)
 
 
 def read_files(folder: Path, name: str) -> bytes:
