@@ -113,3 +113,5 @@ def test_beams_of_a_model_that_transformers_saved(models, tmp_path):
     )
     with pytest.raises(UserError, match="a beam search does not take top_logprobs; leave it out"):
         model.generate(PROMPTS[1], num_beams=4, top_logprobs=1, details=True)
+    with pytest.raises(UserError, match="a beam search does not take repetition_penalty; leave it out"):
+        model.generate(PROMPTS[1], num_beams=4, repetition_penalty=1.1)

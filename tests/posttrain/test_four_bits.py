@@ -14,9 +14,6 @@ from torch import nn
 
 import dtgpt
 from dtgpt.checkpoint.open import open_checkpoint, open_source
-from dtgpt.compare.gate import Reference
-from dtgpt.compare.record import Tracing
-from dtgpt.compare.trace import Key
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
@@ -29,9 +26,8 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
-from tests.support.bodies_lora import codes_of, train_and_save
+from tests.support.bodies_lora import assert_gradients_of_float64, codes_of, train_and_save
 from tests.support.ranks import pool
-from tests.support.runs import traced_record
 
 pytestmark = pytest.mark.slow(8)
 
@@ -176,14 +172,7 @@ def test_a_merged_model_is_the_one_that_was_trained(qlora, base, tmp_path):
 
 
 def test_the_gate_holds_it_to_float64(qlora, tmp_path):
-    file = tmp_path / "one"
-    record = traced_record(qlora, Tracing(file, tmp_path / "shared", is_reference=True))
-    exact = Reference(file, record).exact
-    names = {key.name for key in exact.keys if key.kind == "parameter"}
-    assert names == {name.removeprefix("first gradient/") for name in record.tensors if name.startswith("first grad")}
-    for name in names:
-        found, expected = record.tensors[f"first gradient/{name}"], exact[Key(0, "parameter", name)]
-        assert (found - expected).norm() <= 1e-5 * expected.norm(), name
+    assert_gradients_of_float64(qlora, tmp_path)
 
 
 def test_what_4_bits_cannot_be_is_refused(qlora, base, tmp_path):

@@ -11,9 +11,6 @@ import transformers
 from torch import Tensor, nn
 
 import dtgpt
-from dtgpt.compare.gate import Reference
-from dtgpt.compare.record import Tracing
-from dtgpt.compare.trace import Key
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.evaluation.command import EvalOptions, evaluate
@@ -28,11 +25,10 @@ from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
-from tests.support.bodies_lora import train_and_save
+from tests.support.bodies_lora import assert_gradients_of_float64, train_and_save
 from tests.support.disks import files_of_at_most
 from tests.support.families import MODELS, initial_model
 from tests.support.ranks import pool
-from tests.support.runs import traced_record
 
 pytestmark = pytest.mark.slow(8)
 
@@ -293,14 +289,7 @@ def test_adapters_of_experts_are_merged_and_not_written_for_peft(lora, tmp_path)
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
 def test_the_gate_holds_adapters_to_float64(lora, tmp_path):
-    file = tmp_path / "one"
-    record = traced_record(lora, Tracing(file, tmp_path / "shared", is_reference=True))
-    exact = Reference(file, record).exact
-    names = {key.name for key in exact.keys if key.kind == "parameter"}
-    assert names == {name.removeprefix("first gradient/") for name in record.tensors if name.startswith("first grad")}
-    for name in names:
-        found, expected = record.tensors[f"first gradient/{name}"], exact[Key(0, "parameter", name)]
-        assert (found - expected).norm() <= 1e-5 * expected.norm(), name
+    assert_gradients_of_float64(lora, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
