@@ -8,7 +8,6 @@ of a micro-batch multiplies the loss from outside, so that a head is held agains
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from dtgpt.models.shared.coupled import CoupledLoss, OutputLoss, coupled_of
 from dtgpt.ops.loss.cross_entropy import weighted
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
+from dtgpt.util.shared.environment import usable_cores
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def idle_cores(device: torch.device) -> Iterator[None]:
     """Compute with as many threads as there are cores while a GPU waits: a process of a run has one otherwise."""
     threads = torch.get_num_threads()
     if device.type == "cuda":
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads(usable_cores())
     try:
         yield
     finally:

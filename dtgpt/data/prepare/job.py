@@ -5,7 +5,6 @@ order of the inputs: the files are the same for any number of workers. Files app
 """
 
 import glob
-import os
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
+from dtgpt.util.shared.environment import usable_cores
 
 MOST_NAMED = 20  # keys that nothing used
 SHARE = 1 << 27  # bytes of inputs that fastokens encodes in less time than a worker of its own takes to start
@@ -267,7 +267,7 @@ def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
 
 def most_workers(size: int | None) -> int:
     """Return the number of cores; less where fastokens encodes inputs of `size` bytes, before other workers start."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return cores if size is None else min(cores, 1 + size // SHARE)
 
 

@@ -4,7 +4,6 @@ Threads do, since what takes long, LLVM, ptxas and the C compiler of the launche
 has this (`AsyncCompileMode`) for kernels whose arguments one knows; here a pass says what it would launch.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
+
+from dtgpt.util.shared.environment import usable_cores
 
 MOST_THREADS = 16
 
@@ -39,7 +40,7 @@ def compiling(device: torch.device) -> Iterator[None]:
         finally:
             active_mode.reset(before)
 
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MOST_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as executor:
         mode = Mode(executor, ignore_errors=True)
         with mode:

@@ -1,4 +1,4 @@
-"""The environment of Python processes that dtgpt starts."""
+"""The environment of Python processes that dtgpt starts, and the cores that they may use."""
 
 import os
 from pathlib import Path
@@ -12,3 +12,8 @@ def child_environment() -> dict[str, str]:
     if folder.name not in ("site-packages", "dist-packages") and str(folder) not in path[:1]:
         path.insert(0, str(folder))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else dict(os.environ)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
