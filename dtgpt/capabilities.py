@@ -155,6 +155,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.beams",
             "dtgpt.inference.captured",
             "dtgpt.inference.library",
+            "dtgpt.inference.rules",
             "dtgpt.posttrain.chats",
         ),
     ),

@@ -19,7 +19,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.library_tokenizers.export import first_token
 from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.harness_options import Wanted, read_generation
@@ -102,9 +101,7 @@ class HarnessModel(TemplateLM):
             return ""
         if isinstance(chat_template, str):
             raise UserError(f"there is no chat template {shown_name(chat_template)}; give --apply_chat_template alone")
-        _ = self._chats  # which says whether there is one
-        template = template_of(self.texts)
-        return "" if template is None else template.source
+        return self._chats.template
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a chat that an answer follows; without `add_generation_prompt`, one whose last message is

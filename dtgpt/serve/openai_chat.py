@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dtgpt.inference.base_options import MOST_ALTERNATIVES
-from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
+from dtgpt.posttrain.chats.messages import ARGUMENTS, THOUGHT_BEGIN, read_arguments, read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.tools import TOOLS, read_tools
 from dtgpt.serve.openai_answer import CompletionAnswer
@@ -14,7 +14,7 @@ from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
-from dtgpt.serve.thoughts import BEGIN, ends_within
+from dtgpt.serve.thoughts import ends_within
 from dtgpt.serve.tool_calls import Reader, form_of, is_harmony, openai_call, reader_of
 from dtgpt.util.errors import UserError, shown
 
@@ -72,7 +72,7 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
         raise
     # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
-    thinks = found.prompts[0].text.rstrip().endswith(BEGIN) or (begun and ends_within(chat.last))
+    thinks = found.prompts[0].text.rstrip().endswith(THOUGHT_BEGIN) or (begun and ends_within(chat.last))
     return replace(found, reader=reader_of(chat.template, bool(chat.tools), thinks, begun), one_call=one_call)
 
 

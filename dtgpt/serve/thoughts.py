@@ -1,11 +1,12 @@
 """What an answer thinks, apart from what it says: text between <think> and </think>, as of Qwen3 and DeepSeek-R1."""
 
-BEGIN, END = "<think>", "</think>"
+from dtgpt.inference.rules.stop_strings import overlap
+from dtgpt.posttrain.chats.messages import THOUGHT_BEGIN, THOUGHT_END
 
 
 def ends_within(text: str) -> bool:
     """Return whether the end of a text belongs to a thought."""
-    return text.rfind(BEGIN) > text.rfind(END)
+    return text.rfind(THOUGHT_BEGIN) > text.rfind(THOUGHT_END)
 
 
 class Thoughts:
@@ -29,24 +30,22 @@ class Thoughts:
     def _decide(self, last: bool) -> None:
         """See whether the answer begins with a thought."""
         begin = self._held.lstrip()
-        if begin.startswith(BEGIN):
+        if begin.startswith(THOUGHT_BEGIN):
             self._inside = self._decided = self._strips = True
-            self._held = begin[len(BEGIN) :]
+            self._held = begin[len(THOUGHT_BEGIN) :]
         else:
-            self._decided = last or not BEGIN.startswith(begin)
+            self._decided = last or not THOUGHT_BEGIN.startswith(begin)
 
     def _take_thought(self, last: bool) -> str:
         """Return the thought up to its end, or up to what may be the beginning of its end."""
-        thought, end, rest = self._strip(self._held).partition(END)
+        thought, end, rest = self._strip(self._held).partition(THOUGHT_END)
         if end:
             self._inside, self._held = False, rest
             found, self._strips = thought.rstrip("\n"), True
             return found
         whole = thought
         if not last:
-            longest = min(len(END) - 1, len(whole))
-            length = next(n for n in range(longest, -1, -1) if END.startswith(whole[len(whole) - n :]))
-            thought = whole[: len(whole) - length]
+            thought = whole[: len(whole) - overlap(whole, THOUGHT_END)]
         found = thought.rstrip("\n")
         self._held = "" if last else whole[len(found) :]
         self._strips = self._strips and not found

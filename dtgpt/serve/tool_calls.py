@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from dtgpt.serve.thoughts import END as THOUGHT_END
+from dtgpt.inference.rules.stop_strings import overlap
+from dtgpt.posttrain.chats.messages import THOUGHT_END
 from dtgpt.serve.thoughts import Thoughts
 
 
@@ -54,11 +55,6 @@ def read_call(text: str) -> ToolCall | None:
     return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def beginning_of(tag: str, text: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a tag."""
-    return next(n for n in range(min(len(tag) - 1, len(text)), -1, -1) if tag.startswith(text[len(text) - n :]))
-
-
 class Tagged:
     """Objects in `<tool_call>` and `</tool_call>`, after a text or alone: Hermes and Qwen. What is between the tags and
     is no call stays text."""
@@ -83,7 +79,7 @@ class Tagged:
             said += before.rstrip("\n") if call else before + begin + inside + end
             calls += [call] if call else []
             self._held = after.lstrip("\n") if call else after
-        kept = 0 if last else beginning_of(self.begin, self._held)
+        kept = 0 if last else overlap(self._held, self.begin)
         body = self._held[: len(self._held) - kept]
         shown = body if last else body.rstrip("\n")  # line ends before a call are none of the text
         said, self._held = said + shown, self._held[len(shown) :]
@@ -170,7 +166,7 @@ class Channels:
                     break
                 calls.append(ToolCall(function[1], body.strip() or "{}"))
             else:
-                shown = body if over else body[: len(body) - max(beginning_of(end, body) for end in self.ends)]
+                shown = body if over else body[: len(body) - max(overlap(body, end) for end in self.ends)]
                 thought, said = (thought + shown, said) if "analysis" in self._head else (thought, said + shown)
                 body = body if over else shown
             self._held = self._held[len(body) + (len(ends[0][1]) if ends else 0) :]

@@ -31,7 +31,7 @@ class StopSearch:
             end, start, stop = min(places)
             self.found, self._held = True, ""
             return text[: end if stop in self._endings else start]
-        kept = max((_overlap(text, stop) for stop in self.strings), default=0)
+        kept = max((overlap(text, stop) for stop in self.strings), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -76,6 +76,6 @@ def line_ends(options: Any, special: SpecialIds) -> tuple[str, ...]:
     return ("\n",) if options.stop_on_eol else ()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -4,10 +4,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtgpt.posttrain.chats.messages import ARGUMENTS, MARKS, THOUGHTS, Chat
+from dtgpt.posttrain.chats.messages import ARGUMENTS, MARKS, THOUGHT_BEGIN, THOUGHT_END, THOUGHTS, Chat
 from dtgpt.posttrain.chats.template import ChatError, Message, Renderer
 
-TAGGED = re.compile(r"(?<=<think>)(?=\s*\S).*?(?=</think>)", re.DOTALL)  # in the content itself
+TAGGED = re.compile(rf"(?<={THOUGHT_BEGIN})(?=\s*\S).*?(?={THOUGHT_END})", re.DOTALL)  # in the content itself
 READ = {"role", "content", "tool_call_id", *MARKS, *THOUGHTS}  # fields of messages that are read, or told otherwise
 
 

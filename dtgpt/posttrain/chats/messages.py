@@ -48,6 +48,7 @@ MARKS = {
     "masked": False,
 }
 UNREAD_MARKS = ("training_detail", "train_detail", "mask", "ignore")  # of parts of an answer, or of either meaning
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"  # around what an answer thinks, in its content
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # of an answer; templates read the first two
 ARGUMENTS = "chat_template_kwargs"
 USED = ("system", ARGUMENTS, TOOLS, *FUNCTIONS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from dtgpt.data.library_tokenizers.base import Span
+from dtgpt.posttrain.chats.messages import THOUGHT_END
 from dtgpt.posttrain.chats.template import SHORTEN, ChatError, Message, Rendered, TooLarge
 
 FEW = 3  # answers, for which marks would not save a rendering
@@ -80,7 +81,7 @@ def _find_contents(text: str, messages: list[Message], render: Render) -> dict[i
 
 def _said(content: str) -> str:
     """Return the text of an answer behind its thought, which templates leave out of earlier answers."""
-    return content.rpartition("</think>")[2].strip()
+    return content.rpartition(THOUGHT_END)[2].strip()
 
 
 def _find_by_kind(
