@@ -7,6 +7,7 @@ from dtgpt.models.families.granitemoe import GRANITE_1B_A400M
 from dtgpt.models.families.olmoe import OLMOE_1B_7B
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.parallel.cache_sizes import core_sizes
 
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
@@ -24,7 +25,7 @@ MODELS: dict[str, ModelConfig] = {
 def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
     """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
     sequence."""
-    weights = config.flops_per_token(0) // 6
+    weights = flops_per_token(config, 0) // 6
     kept = config.num_layers * sum(2 * size.heads * size.dim for size in core_sizes(config, 0, 1))
     return (weights + batch * position * kept) * dtype.itemsize
 

@@ -20,6 +20,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.config.rampup", ()),
     ("dtgpt.commands.option_help", ()),
     ("dtgpt.commands.program", ()),
+    ("dtgpt.run.console", ("dtgpt.util.machine",)),
     ("dtgpt.run.differences", ()),
     ("dtgpt.run.newest", ()),
     ("dtgpt.run.older_recipes", ()),
@@ -126,6 +127,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo", "dtgpt.tools", "dtgpt.util.machine")),
     ("dtgpt.optim.fp16", ()),
+    ("dtgpt.optim.empty_steps", ()),
     (
         "dtgpt.evaluation",
         (

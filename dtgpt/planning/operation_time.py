@@ -10,6 +10,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, MLP_COLUMNS, STACKS
 from dtgpt.models.shared.attention_backend import backend_of
+from dtgpt.models.shared.flops import tokens_seen
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
@@ -157,7 +158,9 @@ class Operations:
         share = settings.micro_batch_size * config.num_heads / (plan.tp * plan.cp)
         for core in inventory(config).cores(index):
             backend = backend_of(settings, core)
-            seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
+            seen = (
+                tokens_seen(core, length) if backend == "flash" else length
+            )  # the others compute what a window hides, too
             flops = share * length * seen * core.head_dim  # of the causal half of one product
             rate = self.rates.attention
             if settings.dtype == torch.float32:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
+from dtgpt.models.shared.flops import flops_per_token, used_parameters
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
@@ -24,7 +24,8 @@ from dtgpt.planning.what_fits import (
     what_fits,
     with_fewest_blocks,
 )
-from dtgpt.util.console import byte_size, counted, hanging, parameters
+from dtgpt.util.console import byte_size, counted, parameters
+from dtgpt.util.shared.words import hanging
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 
@@ -61,7 +62,7 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     """Return the lines on the time of a step and of the run."""
     world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
     rate = tokens / time.total
-    flops = settings.model.flops_per_token(settings.seq_length) * rate / world
+    flops = flops_per_token(settings.model, settings.seq_length) * rate / world
     mfu = f", MFU {flops / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
     hours = steps * time.total / 3600
     parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
@@ -91,7 +92,7 @@ def parts_of(time: StepTime) -> dict[str, float]:
 
 def sizes(config: ModelConfig) -> str:
     """Return the number of parameters in words, and of those that each token meets where it does not meet all."""
-    whole, used = config.num_parameters, inventory(config).used_parameters
+    whole, used = config.num_parameters, used_parameters(config)
     met = f", {parameters(used).removesuffix(' parameters')} of them for each token"
     return parameters(whole) + met * (used < whole)
 

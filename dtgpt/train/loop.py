@@ -189,7 +189,8 @@ class Loop:
         recipe, trainer, options, checkpoints = self.recipe, self.trainer, self.recipe.checkpoint, run / "checkpoints"
 
         def open_report() -> None:
-            report = RunReport(
+            kind = next(iter(seams.listed("reports")), RunReport)
+            report = kind(
                 recipe=recipe,
                 settings=trainer.settings,
                 mesh=self.mesh,

@@ -102,9 +102,9 @@ LISTED = {  # without names: asked in the order of the capabilities
     "beginnings": "of a run with other weights than new ones: a `train.start.Beginning`, or None",
     "bases": "of weights that checkpoints leave out: a `train.init_from.begin.Base`",
     "memory_checks": "before a rank allocates, of settings, rank and ranks of its node: raises UserError",
-    "cpu_cautions": "of a model, the samples of a step and their length, on a CPU: what to know, or None",
     "cpu_starts": "called before a run on a CPU allocates",
     "observers": "what happens between steps: a function of log and steps that makes an `Observer`",
+    "reports": "of a run, on rank 0: a class that derives from `run.report.RunReport`",
     "unfinished": "of what a start has left undone: a class that derives from `train.observer.Unfinished`",
     "former_starts": "keeps what a start was, when another one begins: see `run.folder.describe_run`",
     "sample_counts": "of a run that goes on: `train.sample_counts.counts.SAMPLE_COUNTS`",
@@ -147,7 +147,6 @@ LISTED = {  # without names: asked in the order of the capabilities
     "executors": "makes an `Executor` of a number of threads",
     "environments": "of a device: what is said of the machine, by name",
     "versions": "of what is installed, by package",
-    "peaks": "of a device and a type: FLOP/s, or None",
     "memory_errors": "a context in which they are told, with a remedy",
 }
 NAMED = {  # by a name, under which the core or a user asks for one

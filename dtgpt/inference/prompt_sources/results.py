@@ -16,8 +16,9 @@ from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.prompt_sources.files import Line, read_prompts_file
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.tools.progress import ProgressLines
-from dtgpt.util.console import counted, duration
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.shared.words import duration
 
 
 def write_results(model: Model, base: dict[str, Any], options: Any) -> None:
