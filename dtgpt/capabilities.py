@@ -147,7 +147,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.rules", ()),
     ("dtgpt.inference.scores", ()),
-    ("dtgpt.inference.library", ()),
+    ("dtgpt.inference.library", ("dtgpt.inference.scores",)),
     ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     (
@@ -158,6 +158,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.captured",
             "dtgpt.inference.library",
             "dtgpt.inference.rules",
+            "dtgpt.inference.scores",
             "dtgpt.posttrain.chats",
         ),
     ),

@@ -133,7 +133,8 @@ LISTED = {  # without names: asked in the order of the capabilities
     "exact_bits": "of training's forward pass: an `inference.step.ExactBits`",
     "rank_steps": "a class that derives from `inference.step.Step`, with `serves`",
     "rank_commands": "of rank 0 to all ranks: functions as in `inference.commands`",
-    "scorers": "of the tokens of prompts: an `inference.engine.PromptScorer`",
+    "engines": "what generation may be asked for beside draws: a class that derives from `inference.engine.Engine`",
+    "schedulers": "of requests: a class that derives from `inference.scheduler.Scheduler`",
     "special_ids": "of a tokenizer, or None and the size of a vocabulary: ids by the fields of `SpecialIds`",
     "logit_rules": "before a token is chosen: a function like `inference.rules.edits.edit`",
     "text_streams": "of tokens that depend on others: an `inference.prompts.TextStream`",
@@ -214,6 +215,12 @@ def first(seam: str, missing: str) -> Any:
     for found in listed(seam):
         return found
     raise UserError(missing)
+
+
+def with_kinds(seam: str, base: type) -> type:
+    """Return the class `base` with those that capabilities derive from it, and add at a seam: each calls the next by
+    `super()`, and the last one calls `base`."""
+    return type(base.__name__, (*listed(seam), base), {})
 
 
 def ask(seam: str, question: Callable[[Any], Any]) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.request import Score
+from dtgpt.inference.scores.score import Score
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream

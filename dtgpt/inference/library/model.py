@@ -25,7 +25,8 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need, P, need_of
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import encode, segments
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, Score, check_prompt, check_range
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_prompt, check_range
+from dtgpt.inference.scores.score import Score
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
