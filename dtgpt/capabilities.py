@@ -24,6 +24,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.run.differences", ()),
     ("dtgpt.run.newest", ()),
     ("dtgpt.run.older_recipes", ()),
+    ("dtgpt.run.stops", ()),
     ("dtgpt.checkpoint.background", ("dtgpt.util.machine",)),
     ("dtgpt.checkpoint.verification", ("dtgpt.util.machine",)),
     ("dtgpt.train.texts", ()),
@@ -31,7 +32,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.train.sample_counts", ()),
     ("dtgpt.train.timers", ()),
     ("dtgpt.train.unfinished", ()),
-    ("dtgpt.liveness", ()),
+    ("dtgpt.liveness", ("dtgpt.run.stops",)),
     ("dtgpt.parallel.narrow_sums", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels", "dtgpt.parallel.narrow_sums")),
     ("dtgpt.parallel.recompute", ()),
@@ -72,7 +73,13 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",
-        ("dtgpt.evaluation", "dtgpt.parallel.context_parallel", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.evaluation",
+            "dtgpt.inference.library",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.posttrain.chats",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     (
         "dtgpt.interop",
@@ -160,8 +167,9 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.rules",
             "dtgpt.inference.scores",
             "dtgpt.posttrain.chats",
+            "dtgpt.run.stops",
         ),
     ),
-    ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
+    ("dtgpt.inference.prompt_sources", ("dtgpt.inference.library", "dtgpt.tools")),
     ("dtgpt.tools", ("dtgpt.parallel.compiled", "dtgpt.util.machine")),
 )

@@ -5,8 +5,7 @@ The price: a round is launched before it is known which sequences the last one h
 ended a sequence are discarded, and its slot is free one round later.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -20,7 +19,6 @@ from dtgpt.inference.commands import Channel, follow
 from dtgpt.inference.request import (
     NOT_FINITE,
     Alternatives,
-    Completion,
     NotFinite,
     PromptJob,
     SequenceUpdate,
@@ -39,7 +37,6 @@ from dtgpt.util import seams
 
 P = ParamSpec("P")
 R = TypeVar("R")
-AHEAD = 2  # jobs that wait, for each slot
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
 
@@ -157,20 +154,6 @@ class Engine:
             yield from self.finite_step()
             if stopped():
                 self.cancel(number)  # of what has ended, nothing
-
-    def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
-        """Yield the sequences of each job, in the order of the jobs, as they are finished."""
-        source, order, done = iter(jobs), deque[int](), {}
-        while True:
-            while len(self._active) < AHEAD * self.slots and (job := next(source, None)) is not None:
-                order.append(self.submit(job))
-            if not order:
-                return
-            for update in self.finite_step():
-                if update.completions is not None:
-                    done[update.job] = update.completions
-            while order and order[0] in done:
-                yield done.pop(order.popleft())
 
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""

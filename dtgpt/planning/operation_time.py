@@ -15,6 +15,7 @@ from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.layout import Layout
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 # Seconds of a kernel that its work does not explain: filling the GPU, the tail, the gap. Source: one GPU takes 87.8 ms
@@ -72,7 +73,7 @@ class Operations:
     def __init__(self, settings: Settings, rates: Rates):
         plan, config = settings.plan, settings.model
         self.settings, self.rates, self.config = settings, rates, config
-        self.tokens = settings.rows.number * settings.rows.length
+        self.tokens = rows_of(settings).number * rows_of(settings).length
         self.width, self.tp = settings.dtype.itemsize, plan.tp
         self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
         self.layout = Layout(config, ResolvedPlan(tp=plan.tp))  # without styles of the plan's own

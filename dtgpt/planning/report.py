@@ -24,6 +24,7 @@ from dtgpt.planning.what_fits import (
     what_fits,
     with_fewest_blocks,
 )
+from dtgpt.posttrain.demands import slots_of
 from dtgpt.util.console import byte_size, counted, parameters
 from dtgpt.util.shared.words import hanging
 
@@ -127,7 +128,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
 
 def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     plan = settings.plan
-    parts = [name for name in vars(memories[0]) if name != "cache" or settings.slots]
+    parts = [name for name in vars(memories[0]) if name != "cache" or slots_of(settings)]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
     rows = [["ranks", "params", *(SHORT.get(part, part) for part in parts), "total"]]

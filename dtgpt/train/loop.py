@@ -28,7 +28,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of
 from dtgpt.run.report import Report, RunReport
 from dtgpt.run.saved_recipe import continue_run
-from dtgpt.run.signals import StopRequest
+from dtgpt.run.stop_request import StopRequest
 from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
 from dtgpt.train.interval_loss import check_finite
 from dtgpt.train.objective import StepFailed

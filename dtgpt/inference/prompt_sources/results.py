@@ -12,6 +12,7 @@ from typing import Any
 
 from dtgpt.commands.generate import make_job
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.prompt_sources.files import Line, read_prompts_file
 from dtgpt.inference.request import Completion, PromptJob
@@ -39,7 +40,7 @@ def write_results(model: Model, base: dict[str, Any], options: Any) -> None:
 
     def work(engine: Engine, asked: list[tuple[Line, PromptJob]]) -> None:
         model.describe()
-        results.write([line for line, _ in asked], engine.run(job for _, job in asked))
+        results.write([line for line, _ in asked], run_jobs(engine, (job for _, job in asked)))
 
     model.run(prepare, work)
 

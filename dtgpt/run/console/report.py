@@ -14,6 +14,7 @@ import torch
 
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte
 from dtgpt.models.shared.flops import flops_per_token
+from dtgpt.posttrain.demands import makes_samples
 from dtgpt.run.console.line import SHOWN, progress_line
 from dtgpt.run.report import RunReport, known_values
 from dtgpt.util.console import counted, parameters, say
@@ -50,7 +51,7 @@ class ConsoleReport(RunReport):
     def _samples(self, data: Dataset, length: int, evaluated: int) -> str:
         """Return how many samples of each part the run takes, and of how many."""
         parts = []
-        if not self.settings.makes_samples:
+        if not makes_samples(self.settings.sections):
             wanted, there = self.samples_before(self.steps), data.num_samples("train", length)
             parts.append(f"{wanted:,} to train on ({wanted / max(there, 1):.3g} epochs of {there:,})")
         for part, name in PART_NAMES.items():

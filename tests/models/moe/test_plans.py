@@ -17,7 +17,7 @@ import torch
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.families.olmoe import OLMOE_1B_7B, OlmoeConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.moe import mixture
@@ -26,6 +26,7 @@ from dtgpt.models.moe.mixture import routers
 from dtgpt.models.shared.flops import flops_per_token, used_parameters
 from dtgpt.ops.experts.routing import choose
 from dtgpt.optim.balance.config import BalanceConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.balanced_stages.cut import block_flops
