@@ -12,6 +12,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.roles import STACKS
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.parallel.cache_sizes import core_sizes
 
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
@@ -33,7 +34,7 @@ MODELS: dict[str, ModelConfig] = {
 def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
     """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
     sequence. Of experts those that some sequence chooses: as many as are to be expected where all are as likely."""
-    weights = config.flops_per_token(0) // 6
+    weights = flops_per_token(config, 0) // 6
     if isinstance(config, ExpertsConfig):
         count, chosen = config.num_experts, config.experts_per_token
         weights += (count * (1 - (1 - chosen / count) ** batch) - chosen) * weights_of_an_expert(config)

@@ -20,9 +20,11 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.config.rampup", ()),
     ("dtgpt.commands.option_help", ()),
     ("dtgpt.commands.program", ()),
+    ("dtgpt.run.console", ("dtgpt.util.machine",)),
     ("dtgpt.run.differences", ()),
     ("dtgpt.run.newest", ()),
     ("dtgpt.run.older_recipes", ()),
+    ("dtgpt.run.stops", ()),
     ("dtgpt.checkpoint.background", ("dtgpt.util.machine",)),
     ("dtgpt.checkpoint.verification", ("dtgpt.util.machine",)),
     ("dtgpt.train.texts", ()),
@@ -30,7 +32,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.train.sample_counts", ()),
     ("dtgpt.train.timers", ()),
     ("dtgpt.train.unfinished", ()),
-    ("dtgpt.liveness", ()),
+    ("dtgpt.liveness", ("dtgpt.run.stops",)),
     ("dtgpt.parallel.narrow_sums", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels", "dtgpt.parallel.narrow_sums")),
     ("dtgpt.parallel.recompute", ()),
@@ -71,7 +73,13 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",
-        ("dtgpt.evaluation", "dtgpt.parallel.context_parallel", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.evaluation",
+            "dtgpt.inference.library",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.posttrain.chats",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     (
         "dtgpt.interop",
@@ -126,6 +134,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo", "dtgpt.tools", "dtgpt.util.machine")),
     ("dtgpt.optim.fp16", ()),
+    ("dtgpt.optim.empty_steps", ()),
     (
         "dtgpt.evaluation",
         (
@@ -145,7 +154,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.rules", ()),
     ("dtgpt.inference.scores", ()),
-    ("dtgpt.inference.library", ()),
+    ("dtgpt.inference.library", ("dtgpt.inference.scores",)),
     ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     (
@@ -156,9 +165,11 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.captured",
             "dtgpt.inference.library",
             "dtgpt.inference.rules",
+            "dtgpt.inference.scores",
             "dtgpt.posttrain.chats",
+            "dtgpt.run.stops",
         ),
     ),
-    ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
+    ("dtgpt.inference.prompt_sources", ("dtgpt.inference.library", "dtgpt.tools")),
     ("dtgpt.tools", ("dtgpt.parallel.compiled", "dtgpt.util.machine")),
 )

@@ -16,6 +16,7 @@ FOLDERS = {
     ): "compare record verdict gate trace pairing own_check shared_state finding float64",
     ("dtgpt.run", "dtgpt.compare"): "two_runs two_runs_report history starts",
     ("dtgpt.run", "dtgpt.run"): "sinks>records",
+    ("dtgpt.run", "dtgpt.run.stops"): "signals",
     ("dtgpt.commands", "dtgpt.compare"): "compare>command compare_runs>command",
     ("dtgpt.commands", "dtgpt.charts"): "plot>command",
     ("dtgpt.liveness", "dtgpt.liveness"): "losses>lost_peers",

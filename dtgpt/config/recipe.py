@@ -28,7 +28,6 @@ from dtgpt.config.sections import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
-    LossScaleConfig,
     OptimizerConfig,
     Section,
     precision_of,
@@ -123,7 +122,6 @@ class Recipe:
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32"
         + "".join(f"; {name}: {seams.load(part).help}" for name, part in seams.added("precisions").items()),
     ] = "auto"
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     attention: Annotated[
         Backend,
         "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
@@ -372,7 +370,10 @@ class Recipe:
         length = self.num_steps
         if self.counts_samples:
             length = self.train_samples or self.batch_sizes().before(length)
-        found = list(broken(NOTES, self, choice=choice, device=device_type, length=length))
+        tables = [NOTES, *seams.listed("recipe_notes", self)]
+        found = [
+            note for rules in tables for note in broken(rules, self, choice=choice, device=device_type, length=length)
+        ]
         if (added := precision_of(self.precision)) is not None:
             found += added.notes_on(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
         found += self.optimizer.notes(self.model)

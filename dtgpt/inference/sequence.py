@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.base_options import SearchedRows
 from dtgpt.inference.prompts import TextStream, text_stream
-from dtgpt.inference.request import Alternatives, Completion, PromptJob, Score, SequenceUpdate
+from dtgpt.inference.request import Alternatives, Completion, PromptJob, SequenceUpdate
 
 
 class TextEnd(Protocol):
@@ -61,7 +60,7 @@ class ActiveSequence:
             return text, read
         return (text if finish is None else text + self._end.rest(stream.finish())), whole
 
-    def completion(self, prompt: Score | None) -> Completion:
+    def completion(self, prompt: Any) -> Completion:
         """Return the sequence as it is now, its text None without a tokenizer. prompt: the scores of the prompt."""
         return Completion(
             text=None if self._stream is None else self._text,
@@ -80,9 +79,7 @@ class ActiveJob:
     def __init__(self, number: int, job: PromptJob, tokenizer: Tokenizer | None):
         self.number, self.job = number, job
         self.sequences = [ActiveSequence(job, tokenizer) for _ in range(job.choices)]
-        self.chunks: list[Any] = []  # scores of the chunks of the prompt that are read, where asked for
-        self.prompt: Score | None = None
-        self.search: SearchedRows | None = None  # of a job that asks for one, once it has started
+        self.prompt: Any = None  # the scores of the prompt, where asked for
 
     @property
     def live(self) -> list[int]:

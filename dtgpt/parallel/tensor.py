@@ -334,13 +334,6 @@ def style_of(module: str, table: Table) -> ParallelStyle | None:
     return next((style for pattern, style in table.items() if matches(module, pattern)), None)
 
 
-def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
-    """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
-    for find in seams.listed("head_degrees") if plan.tp > 1 and plan.table else ():
-        return find(config, plan)
-    return [plan.tp] * config.num_layers
-
-
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""

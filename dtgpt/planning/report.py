@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
+from dtgpt.models.shared.flops import flops_per_token, used_parameters
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
@@ -24,7 +24,9 @@ from dtgpt.planning.what_fits import (
     what_fits,
     with_fewest_blocks,
 )
-from dtgpt.util.console import byte_size, counted, hanging, parameters
+from dtgpt.posttrain.demands import slots_of
+from dtgpt.util.console import byte_size, counted, parameters
+from dtgpt.util.shared.words import hanging
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 
@@ -61,7 +63,7 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     """Return the lines on the time of a step and of the run."""
     world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
     rate = tokens / time.total
-    flops = settings.model.flops_per_token(settings.seq_length) * rate / world
+    flops = flops_per_token(settings.model, settings.seq_length) * rate / world
     mfu = f", MFU {flops / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
     hours = steps * time.total / 3600
     parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
@@ -91,7 +93,7 @@ def parts_of(time: StepTime) -> dict[str, float]:
 
 def sizes(config: ModelConfig) -> str:
     """Return the number of parameters in words, and of those that each token meets where it does not meet all."""
-    whole, used = config.num_parameters, inventory(config).used_parameters
+    whole, used = config.num_parameters, used_parameters(config)
     met = f", {parameters(used).removesuffix(' parameters')} of them for each token"
     return parameters(whole) + met * (used < whole)
 
@@ -126,7 +128,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
 
 def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     plan = settings.plan
-    parts = [name for name in vars(memories[0]) if name != "cache" or settings.slots]
+    parts = [name for name in vars(memories[0]) if name != "cache" or slots_of(settings)]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
     rows = [["ranks", "params", *(SHORT.get(part, part) for part in parts), "total"]]

@@ -10,12 +10,13 @@ from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
-from dtgpt.parallel.layout import INPUTS, OUTPUTS
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, degrees_of_heads
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import Collective
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.posttrain.lora.four_bits import held_bytes
 
@@ -52,8 +53,6 @@ def _over_cp(here: Rank) -> list[Collective]:
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.cp == 1:
         return []
-    from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
-
     repeated = _repeated(settings)
     degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
@@ -86,7 +85,7 @@ def _over_tp(here: Rank) -> list[Collective]:
         return []
     from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise  # half a second to import: DTensor
 
-    tokens = settings.rows.number * settings.rows.length
+    tokens = rows_of(settings).number * rows_of(settings).length
     unit = whole_bytes(settings)
     first, last = here.place.holds_first, here.place.holds_last
     loss = "loss: maximum, sum and target of each row"

@@ -25,6 +25,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.engine import Timers, TrainingEngine
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
+from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -87,10 +88,6 @@ class Objective(ABC):
     """What a run learns from `dataset`. The order of the calls: `check`, before there are a model and ranks;
     `__init__`; `bind`, when the trainer's parts are there; `restore`, in a run that goes on; `prepare`; the steps."""
 
-    # Of the batch of the last step: sums over the samples of this rank, fp64 [K], the same on ranks of tp and cp. The
-    # head adds to them, so that a captured step needs them at one address: they are there after `bind`, if at all.
-    totals: Tensor | None = None
-
     @classmethod
     def check(cls, given: Given, dataset: Dataset) -> None:
         """Raise UserError where the data are not those of this objective."""
@@ -135,8 +132,12 @@ class Objective(ABC):
     def save(self, run: Path) -> None:  # noqa: B027
         """Write what the folder of a new run keeps. Rank 0 alone calls it."""
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
-        """Return what a record says of the steps of an interval, by their `totals` over all samples, and of its last
+    def open_interval(self, mesh: Mesh) -> IntervalLoss:
+        """Return what sums the losses between two records, after `bind`."""
+        return IntervalLoss(mesh)
+
+    def figures(self, interval: Any) -> dict[str, float]:
+        """Return what a record says of the steps of an interval, which `open_interval` has made, and of its last
         step."""
         return {}
 

@@ -113,6 +113,11 @@ class Peers:
         with this remedy."""
         return nullcontext()
 
+    def failures_shared(self, rank: int, seconds: float, close: Callable[[], None]) -> AbstractContextManager[None]:
+        """Leave the reason with which this process fails in the context to the others, then `close` what they wait in;
+        where another one failed first, or did not answer within `seconds`, raise a UserError with its reason."""
+        return nullcontext()
+
 
 def peers(world: int) -> Peers:
     """Return how `world` processes find each other. One alone has nobody to find."""

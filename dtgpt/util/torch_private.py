@@ -42,14 +42,6 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(memory)
 
 
-def default_store() -> dist.Store:
-    """Return the store through which the ranks of the default group met. Raises RuntimeError where there is none."""
-    try:
-        return distributed_c10d._get_default_store()
-    except ValueError as error:
-        raise RuntimeError(str(error)) from None
-
-
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

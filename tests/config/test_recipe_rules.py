@@ -7,7 +7,8 @@ from operator import attrgetter
 import pytest
 
 from dtgpt.config.recipe_rules import NOTES, RULES
-from dtgpt.config.sections import LossScaleConfig, OptimizerConfig, Section
+from dtgpt.config.sections import OptimizerConfig, Section
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.util import seams
 from dtgpt.util.rules import Condition, Rule, Values, broken
 

@@ -9,8 +9,9 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.optim.empty_steps.state import EmptySteps
 from dtgpt.optim.step_state import StepState
-from dtgpt.optim.update import EmptySteps, Update, clip_factor
+from dtgpt.optim.update import Update, clip_factor
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.optim.z_scores.detector import OutlierDetector
 from dtgpt.parallel.build import build_stages

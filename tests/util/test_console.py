@@ -6,8 +6,9 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.data.dataset import default_cache
-from dtgpt.util.console import counted, hanging, parameters, say, say_error
+from dtgpt.util.console import counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.words import hanging
 
 
 def test_counts_are_in_the_singular_or_the_plural():

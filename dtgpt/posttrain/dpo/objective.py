@@ -14,13 +14,14 @@ from dtgpt.posttrain.chats.packed import PackedPart
 from dtgpt.posttrain.dpo.loss import PreferenceLoss, figures_of
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
 from dtgpt.posttrain.dpo.reference import read_reference, save_reference
-from dtgpt.train.objective import Given, HeldOut, Interrupted, LanguageModel, Parts, never, own_tokens
+from dtgpt.posttrain.totals import IntervalTotals, TotalledModel
+from dtgpt.train.objective import Given, HeldOut, Interrupted, Parts, never, own_tokens
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
 
 
-class Preferences(LanguageModel):
+class Preferences(TotalledModel):
     """The loss of packed pairs. Their reference is the model with which the run begins, or what its folder kept."""
 
     dataset: PairDataset
@@ -112,8 +113,8 @@ class Preferences(LanguageModel):
         shown = f"loss {figures['loss']:.4f}  {rewards}"
         return HeldOut(figures, shown, {f"{PART_NAMES[part]} loss": figures["loss"]})
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
-        return figures_of(totals)
+    def figures(self, interval: IntervalTotals) -> dict[str, float]:
+        return figures_of(interval.totals())
 
     def caution(self, figures: dict[str, float]) -> str | None:
         return self.loss.caution(figures)

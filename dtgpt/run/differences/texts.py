@@ -11,9 +11,10 @@ from dtgpt.checkpoint.load import FREE
 from dtgpt.checkpoint.manifest import as_tuple
 from dtgpt.data.open import format_of
 from dtgpt.run.saved_recipe import ABSENT, OF_ONE_START, read_recipe, saved_value
-from dtgpt.util.console import hanging, say
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.shared.option_words import value_text
+from dtgpt.util.shared.words import hanging
 from dtgpt.util.storage import parse_json, read_regular
 
 # What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
