@@ -55,6 +55,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.documents", ()),
     ("dtgpt.data.prefetched", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.util.machine")),
+    (
+        "dtgpt.posttrain.add_tokens",
+        ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.lora", "dtgpt.train.init_from"),
+    ),
     ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
     (

@@ -138,6 +138,7 @@ def cut_over_tp(part: Decoder, building: Building) -> None:
 
 
 def add_modules(part: Decoder, building: Building) -> None:
+    part.requires_grad_(False)
     for add in seams.listed("added_modules"):
         add(part, building.settings, building.mesh.place, building.mesh.device)
 
