@@ -1,5 +1,5 @@
-"""What has added tokens, as the core asks for it: a tokenizer by the name `BASE + FILE`, and checkpoints of adapters that
-hold rows of new tokens, too.
+"""What has added tokens, as the core asks for it: a tokenizer by the name `BASE + FILE`, and checkpoints of adapters
+that hold rows of new tokens, too.
 
 `BASE + FILE` is the tokenizer of BASE, any other name or path, with the tokens in a file. Whatever takes a tokenizer
 takes such a name: `dtgpt prepare --tokenizer 'MODEL + tokens.txt'`, `--data.tokenizer_file`."""

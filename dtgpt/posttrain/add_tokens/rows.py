@@ -4,6 +4,7 @@ The rows are a parameter of their own, `[count, H]`, whole on every rank of tens
 table they are written into it, in place, and the gradient of the table gives theirs: so whatever a plan does with a
 table that is trained it does here, and no second table is kept. The gradient of the whole table is made on the way."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import Parameter
+from dtgpt.models.roles import Role
 from dtgpt.models.source import Source
+from dtgpt.parallel.layout import ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.add_tokens.config import AddTokensConfig
@@ -26,6 +30,15 @@ NAME = "new_rows"  # of the module below that of the table
 def name_of(table: str) -> str:
     """Return the name of the new rows of a table."""
     return f"{table.removesuffix('.weight')}.{NAME}.weight"
+
+
+def rows_of(table: Parameter, layout: ParameterLayout, settings: Settings) -> tuple[Parameter, ParameterLayout] | None:
+    """Return the new rows that are trained of a parameter, and their layout; None where there are none."""
+    count, roles = settings.section(AddTokensConfig).count, (Role.OUTPUT, Role.VOCABULARY)
+    if not count or table.role not in roles or len(table.shape) < 2:
+        return None
+    shape = (count, table.shape[1])
+    return table._replace(name=name_of(table.name), shape=shape), replace(layout, shape=shape, cuts=dict(ZERO))
 
 
 class NewRows(nn.Module):

@@ -106,11 +106,16 @@ class Saved(WithRows):
         self.checkpoint = checkpoint
 
     def new(self, name: str, rows: range, inner: Ranges) -> Tensor:
-        region = (range(rows.start - self.ids.start, rows.stop - self.ids.start), *inner)
-        made = torch.empty([*map(len, region)])
-        shape = (len(self.ids), *self.shapes[name][1:])
-        read_part(self.checkpoint, name_of(name), shape, region, made)
-        return made
+        rows = range(rows.start - self.ids.start, rows.stop - self.ids.start)
+        return saved_rows(self.checkpoint, name)[slices((rows, *inner))]
+
+
+def saved_rows(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return the new rows of a parameter, `[count, H]`, that a checkpoint of adapters has."""
+    shape = (len(ids_of(checkpoint)), checkpoint.config.hidden_size)
+    made = torch.empty(shape)
+    read_part(checkpoint, name_of(name), shape, tuple(map(range, shape)), made)
+    return made
 
 
 def ids_of(checkpoint: Checkpoint) -> range:

@@ -167,8 +167,8 @@ class Frozen(StepState):
 
 
 def load_initial_weights(path: Path, trainer: "Trainer", change: Callable[["Trainer", Source], Source]) -> None:
-    """Fill the shards of a new run with the weights at `path`, of another run or of another library, as `change` returns
-    them. Raises UserError where it holds another model."""
+    """Fill the shards of a new run with the weights at `path`, of another run or of another library, as `change`
+    returns them. Raises UserError where it holds another model."""
     config = trainer.settings.model
     own_source = open_source(path, trainer.mesh, own=type(config))
     source = change(trainer, own_source)
