@@ -54,7 +54,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.cached", ()),
     ("dtgpt.data.documents", ()),
     ("dtgpt.data.prefetched", ()),
-    ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.util.machine")),
+    (
+        "dtgpt.data.prepare",
+        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.hub", "dtgpt.util.machine"),
+    ),
     (
         "dtgpt.posttrain.add_tokens",
         ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.lora", "dtgpt.train.init_from"),

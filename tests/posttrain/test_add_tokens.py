@@ -214,7 +214,7 @@ def test_each_token_is_one_id_wherever_it_stands_and_the_others_stay(kind, tmp_p
     again = open_tokenizer(str(tmp_path / "saved.json"))
     assert again.is_same(tokenizer) and added_to(again) == added_to(tokenizer)
     more = with_tokens(again, [NewToken("<more>", False)], "more.txt")  # and once more
-    assert more.encode("[TOOL]<more>")[-2:] == [n + 2, n + 4]
+    assert more.encode("[TOOL]<more>")[-2:] == [n + 2, n + 4] and len(added_to(more)) == 5
 
 
 @pytest.mark.parametrize(

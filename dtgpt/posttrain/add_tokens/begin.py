@@ -35,8 +35,10 @@ class Grown(Beginning):
 
     base: Tokenizer | None = None  # that of the model, without the new tokens, once it is known to be that of the run
 
-    def __init__(self, inner: Beginning, file: Path, resume: str | Path | None):
+    def __init__(self, inner: Beginning, file: Path, count: int, resume: str | Path | None):
+        """count: of the tokens, where it is known; 0: it is not."""
         self.inner, self.file, self.resume, self.path = inner, file, resume, inner.path
+        self.count = count
         if resume and inner.path == Path(resume):
             raise UserError(
                 f"add_tokens.file={file} adds to a model, and resume={resume}, a run of another library, goes on with "
@@ -45,14 +47,14 @@ class Grown(Beginning):
         if isinstance(inner, OwnRun):
             inner.change = self.grown
         if resume:
-            check_same_tokens(file, Path(resume))
+            check_same_tokens(file, count, Path(resume))
 
     def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:
         recipe = self.inner.settle(asked, given)
         data, held = self.with_tokenizer(recipe.data, recipe.model), recipe.model.vocab_size
         tokenizer = open_tokenizer(str(data.tokenizer_file))
-        new, needed = added_to(tokenizer), tokenizer.vocab_size
-        section = replace(recipe.section(AddTokensConfig), first=new[0]["id"], count=len(new))
+        new, needed = self._new_ids(tokenizer), tokenizer.vocab_size
+        section = replace(recipe.section(AddTokensConfig), first=new.start, count=len(new))
         recipe = replace(recipe, add_tokens=section)
         if needed <= held:
             return recipe
@@ -88,7 +90,7 @@ class Grown(Beginning):
         self.inner.check(sections, model, steps)
 
     def beside(self, checkpoint: Checkpoint, freezes: bool) -> Beginning:
-        return Grown(self.inner.beside(checkpoint, freezes), self.file, self.resume)
+        return Grown(self.inner.beside(checkpoint, freezes), self.file, self.count, self.resume)
 
     def model_of_ends(self, data: DataConfig, tokenizer: Tokenizer) -> Path | None:
         base, named, _ = (data.tokenizer_file or "").rpartition(AND)
@@ -98,6 +100,11 @@ class Grown(Beginning):
         found = self.inner.model_of_ends(replace(data, tokenizer_file=base), plain)
         self.base = None if found is None else plain
         return found
+
+    def _new_ids(self, tokenizer: Tokenizer) -> range:
+        """Return the ids of the tokens in a tokenizer that has them last."""
+        last = added_to(tokenizer)[-1]["id"] + 1
+        return range(last - (self.count or len(read_tokens(self.file))), last)
 
     def give_weights(self, trainer: "Trainer", sizes: Callable[[int, int], BatchSizes]) -> None:
         self.inner.give_weights(trainer, sizes)
@@ -109,9 +116,8 @@ class Grown(Beginning):
     def grown(self, trainer: "Trainer", source: Source) -> Source:
         """Return the weights of the other model with rows for the new tokens. Where the model's own weights are frozen,
         give the rows that are trained in their place their values, too."""
-        new = [token["id"] for token in added_to(trainer.dataset.tokenizer)]
         key, vocab_size = fold(root_key(trainer.seed), "weights"), trainer.settings.model.vocab_size
-        made = Drawn(source, vocab_size, range(new[0], new[-1] + 1), key)
+        made = Drawn(source, vocab_size, self._new_ids(trainer.dataset.tokenizer), key)
         if trainer.settings.freezes_weights:
             section = trainer.settings.section(AddTokensConfig)
             if section.new_ids != made.ids:
@@ -124,11 +130,12 @@ class Grown(Beginning):
         return made
 
 
-def check_same_tokens(file: Path, run: Path) -> None:
-    """Raise UserError where a file of tokens, which may be gone, is not as it was when `run` began."""
+def check_same_tokens(file: Path, count: int, run: Path) -> None:
+    """Raise UserError where a file of tokens, which may be gone, is not as it was when `run` began, with `count` of
+    them."""
     if not file.exists() or not (run / "tokenizer.json").is_file():
         return
-    there = [(entry["content"], entry["special"]) for entry in added_to(load_tokenizer(run))]
+    there = [(entry["content"], entry["special"]) for entry in added_to(load_tokenizer(run))[-count:]]
     if there != [tuple(token) for token in read_tokens(file)]:
         raise UserError(
             f"{file} has changed since {run} began, whose tokens stay as they were; put it back, or remove it: the run "

@@ -46,7 +46,7 @@ class AddTokensConfig(Section):
             return begin
         from dtgpt.posttrain.add_tokens.begin import Grown
 
-        return Grown(begin, Path(self.file), resume)
+        return Grown(begin, Path(self.file), self.count, resume)
 
     @property
     def new_ids(self) -> range:

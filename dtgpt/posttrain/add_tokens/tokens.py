@@ -123,7 +123,7 @@ def with_tokens(base: Tokenizer, tokens: list[NewToken], file: str | os.PathLike
             f"the tokenizer {base.name} has ids that are not in use below {first}, which its library would give to new "
             "tokens; add the tokens with transformers (add_tokens, save_pretrained), and use that folder"
         )
-    made.additions = {**base.additions, ADDED: entries}
+    made.additions = {**base.additions, ADDED: [*added_to(base), *entries]}
     return made
 
 
@@ -132,5 +132,5 @@ def _end_name(base: Tokenizer) -> str | None:
 
 
 def added_to(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the tokens that were added to a tokenizer last, as tokenizer.json has them."""
+    """Return the tokens that were added to a tokenizer, as tokenizer.json has them, in the order of their ids."""
     return list(tokenizer.additions.get(ADDED, ()))
