@@ -56,7 +56,14 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.cached", ()),
     ("dtgpt.data.documents", ()),
     ("dtgpt.data.prefetched", ()),
-    ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.util.machine")),
+    (
+        "dtgpt.data.prepare",
+        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.hub", "dtgpt.util.machine"),
+    ),
+    (
+        "dtgpt.posttrain.add_tokens",
+        ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.lora", "dtgpt.train.init_from"),
+    ),
     ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
     (
@@ -92,6 +99,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.models.families",
             "dtgpt.models.moe",
             "dtgpt.optim.fp16",
+            "dtgpt.posttrain.add_tokens",
             "dtgpt.posttrain.lora",
             "dtgpt.train.init_from",
         ),
@@ -109,6 +117,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.parallel.local_weights",
             "dtgpt.parallel.recompute",
             "dtgpt.parallel.shared_memory",
+            "dtgpt.posttrain.add_tokens",
             "dtgpt.posttrain.lora",
             "dtgpt.tools",
         ),

@@ -92,6 +92,7 @@ class Recipe:
     )
 
     rules: ClassVar[Rules] = RULES
+    aliases: ClassVar[dict[str, str]] = {}  # other names of options, which sections have
 
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig

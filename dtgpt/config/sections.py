@@ -35,11 +35,13 @@ class Section:
     raises UserError, one sentence.
 
     fixed: whether a run goes on with the values that it began with.
+    aliases: other names of options, with dots, and the fields that they mean.
     recipe_rules, plan_rules, new_weights_rules: tables of what the values cannot be: with those of a recipe, by the
     recipe's names; with a `plan`; where a run begins with random weights. The methods check them.
     """
 
     fixed: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = {}
     recipe_rules: ClassVar[Rules] = ()
     plan_rules: ClassVar[Rules] = ()
     new_weights_rules: ClassVar[Rules] = ()
@@ -56,6 +58,11 @@ class Section:
     def check_new_weights(self) -> None:
         """Check whether a run can begin with random weights, or with another library's run."""
         check_rules(self.new_weights_rules, self)
+
+    def changed_beginning(self, begin: Any, resume: Any) -> Any:
+        """Return a `dtgpt.train.start.Beginning` of a run with what the section changes of it. resume: the run or the
+        checkpoint with which the run goes on; None for a new one."""
+        return begin
 
     def check_plan(self, plan: Any) -> None:
         """Check whether a run can have a `dtgpt.config.plan.ResolvedPlan`."""
@@ -109,6 +116,7 @@ def with_sections(before: str) -> Callable[[type], type]:
         sections = {name: seams.load(part) for name, part in seams.added("sections").items()}
         for name, kind in sections.items():
             setattr(recipe, name, field(default_factory=kind))
+            recipe.aliases |= {alias: f"{name}.{meant}" for alias, meant in kind.aliases.items()}  # type: ignore
         own = list(recipe.__annotations__.items())
         place = [name for name, _ in own].index(before)
         recipe.__annotations__ = dict([*own[:place], *sections.items(), *own[place:]])

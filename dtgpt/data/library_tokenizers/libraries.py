@@ -82,6 +82,10 @@ class TokenizerJson(LibraryTokenizer):
                     "tokenizer"
                 ) from None
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by the name that the file has; None where there is none."""
+        return self._parsed.token_to_id(token)
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         with self._encoding(shown(text)):
             self._parsed.encode_special_tokens = not special

@@ -137,13 +137,13 @@ class Merged(Source):
         return values if addend is None else values + addend
 
 
-def merged(base: Source, path: Path, checkpoint: Checkpoint) -> Merged:
-    """Return `base`, the model at `path`, with the adapters of a checkpoint. Raise UserError where they are for another
-    model."""
+def merged(base: Source, path: Path, checkpoint: Checkpoint, original: Source | None = None) -> Merged:
+    """Return `base`, the model at `path`, with the adapters of a checkpoint. original: the model there, where `base` is
+    a changed one. Raise UserError where the adapters are for another model."""
     adapter = SavedAdapter(checkpoint)
     check_shape(checkpoint.folder, checkpoint.config, base.config, path)
     facts = adapter.facts
-    check_base(checkpoint.folder, facts["base"], facts["fingerprint"], fingerprint(base), path)
+    check_base(checkpoint.folder, facts["base"], facts["fingerprint"], fingerprint(original or base), path)
     return Merged(adapted_to(base, adapter.lora), adapter)
 
 
