@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.linear import linear
+from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.tree import tree_sum
 
 ALIGNED = 64  # bytes at which operands begin: libraries take other ways for some alignments
@@ -29,6 +30,38 @@ def operand(x: Tensor) -> Tensor:
 def pieces_of(x: Tensor, count: int, dim: int) -> Iterator[Tensor]:
     """Yield the pieces of x along a dimension, one after the other."""
     return map(operand, x.chunk(count, dim))
+
+
+def _addends(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
+    pairs = zip(pieces_of(x, count, 1), pieces_of(weight, count, int(by_inputs)), strict=True)
+    return tree_sum(linear(part, w, None) if by_inputs else part @ w for part, w in pairs)
+
+
+def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inputs: bool) -> Tensor:
+    if by_inputs:
+        return torch.cat([x @ w for w in pieces_of(weight, count, 1)], dim=1)
+    biases = [None] * count if bias is None else list(pieces_of(bias, count, 0))
+    pairs = zip(pieces_of(weight, count, 0), biases, strict=True)
+    return torch.cat([linear(x, w, b) for w, b in pairs], dim=1)
+
+
+def _column_sums(x: Tensor, count: int) -> Tensor:
+    return torch.cat([column_sum(part) for part in pieces_of(x, count, 1)])
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """Return the sum of each column of x `[R, C]`, in fp32 at least."""
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+# x `[M, K]`, weight, count, by_inputs: x w^T of a weight `[N, K]` by its inputs, or x w of a weight `[K, N]`, as a node
+# of `count` pieces of K.
+ADDENDS = Operation("addends_of_pieces", _addends, "x w, the sum of products of pieces of K in a tree")
+# x `[M, K]`, weight, bias, count, by_inputs: x w of a weight `[K, N]` by its inputs, or x w^T + bias of a weight
+# `[N, K]`, in `count` pieces of N.
+COLUMNS = Operation("columns_of_pieces", _columns, "x w + bias, in pieces of columns")
+# x `[R, C]`, count: the sums `[C]` of columns, fp32.
+COLUMN_SUMS = Operation("column_sums_of_pieces", _column_sums, "sum(x) of each column, in pieces of columns")
 
 
 def column_product(count: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,26 +82,20 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.count = count
-        rows = operand(x.flatten(0, -2))
-        biases = [None] * count if bias is None else list(pieces_of(bias, count, 0))
-        made = [linear(rows, w, b) for w, b in zip(pieces_of(weight, count, 0), biases, strict=True)]
-        return torch.cat(made, dim=1).view(*x.shape[:-1], len(weight))
+        return COLUMNS(operand(x.flatten(0, -2)), weight, bias, count, False).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), count = ctx.saved_tensors, ctx.count
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        rows, grad = operand(x.flatten(0, -2)), grads[0].flatten(0, -2)
-        dx, dweight, dbias = None, torch.empty_like(weight) if wants_weight else None, None
+        grad, dx, dweight = grads[0].flatten(0, -2), None, None
         if wants_x:
-            pairs = zip(pieces_of(grad, count, 1), pieces_of(weight, count, 0), strict=True)
-            dx = tree_sum(dy @ w for dy, w in pairs).view(x.shape)
-        if dweight is not None:
+            dx = ADDENDS(grad, weight, count, False).view(x.shape)
+        if wants_weight:
+            rows, dweight = operand(x.flatten(0, -2)), torch.empty_like(weight)
             for dy, part in zip(pieces_of(grad, count, 1), dweight.chunk(count), strict=True):
-                part.copy_(dy.t() @ rows)
-        if wants_bias:
-            dbias = torch.cat([column_sum(dy) for dy in pieces_of(grad, count, 1)]).to(grad.dtype)
-        return dx, dweight, dbias, None
+                torch.mm(dy.t(), rows, out=part)
+        return dx, dweight, COLUMN_SUMS(grad, count).to(grad.dtype) if wants_bias else None, None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -76,26 +103,18 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.count = count
-        pairs = zip(pieces_of(x.flatten(0, -2), count, 1), pieces_of(weight, count, 1), strict=True)
-        return tree_sum(linear(part, w, None) for part, w in pairs).view(*x.shape[:-1], len(weight))
+        return ADDENDS(x.flatten(0, -2), weight, count, True).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), count = ctx.saved_tensors, ctx.count
         wants_x, wants_weight, _ = ctx.needs_input_grad
-        grad, dx, dweight = operand(grads[0].flatten(0, -2)), None, torch.empty_like(weight) if wants_weight else None
+        grad, dx, dweight = operand(grads[0].flatten(0, -2)), None, None
         if wants_x:
-            dx = torch.cat([grad @ w for w in pieces_of(weight, count, 1)], dim=1).view(x.shape)
-        if dweight is not None:
-            pairs = zip(pieces_of(x.flatten(0, -2), count, 1), dweight.chunk(count, 1), strict=True)
-            for part, made in pairs:
-                made.copy_(grad.t() @ part)
+            dx = COLUMNS(grad, weight, None, count, True).view(x.shape)
+        if wants_weight:
+            dweight = torch.cat([grad.t() @ part for part in pieces_of(x.flatten(0, -2), count, 1)], dim=1)
         return dx, dweight, None
-
-
-def column_sum(x: Tensor) -> Tensor:
-    """Return the sum of each column of x `[R, C]`, in fp32 at least."""
-    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def shifted_columns(count: int, x: Tensor, bias: Tensor) -> Tensor:
@@ -112,6 +131,5 @@ class _ShiftedColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        pieces = pieces_of(grads[0].flatten(0, -2), ctx.count, 1)
-        dbias = torch.cat([column_sum(dy) for dy in pieces]).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        return grads[0], dbias, None
+        wants = ctx.needs_input_grad[1]
+        return grads[0], COLUMN_SUMS(grads[0].flatten(0, -2), ctx.count).to(ctx.dtype) if wants else None, None

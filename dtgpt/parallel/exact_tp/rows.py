@@ -5,18 +5,15 @@ whoever has it, in fp32; all ranks get those of all pieces, and add them up in a
 each rank.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
+from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
-
-Terms = Callable[[Tensor], list[Tensor]]
-
 
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
@@ -51,15 +48,32 @@ class PiecewiseRows:
         return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
 
 
-def _pieces(share: Share, *each: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the rows `[B T / P, H]` of each of this rank's pieces of the tensors `[B, T, H]`."""
-    for parts in zip(*(x.chunk(share.count, 1) for x in each), strict=True):
-        yield [operand(part).flatten(0, -2) for part in parts]
+def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
+    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), _rows(x, count), strict=True)])
 
 
-def _whole(share: Share, sums: list[Tensor]) -> Tensor:
-    """Return the sum over the pieces of all ranks, from those of this rank's pieces."""
-    return tree_sum(share.gather(torch.stack(sums)).unbind())
+def _rows(x: Tensor | None, count: int) -> list[Tensor | None]:
+    """Return the rows `[B T / P, H]` of each piece of x `[B, T, H]`."""
+    return [None] * count if x is None else [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
+
+
+def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
+    terms = dy.to(torch.promote_types(dy.dtype, torch.float32))
+    if x is None:
+        return column_sum(terms)[None]
+    return torch.stack([column_sum(terms * _normed(x.to(terms.dtype), eps, centred)), column_sum(terms)])
+
+
+# dy `[B, T, H]`, x of its shape or None, count, eps, centred: of each of `count` pieces of T, the sums over its rows of
+# dy times x, normalised by LayerNorm or, where it is not centred, by RMSNorm, and of dy: fp32 `[count, 2, H]`; without x
+# the latter alone, `[count, 1, H]`.
+PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)) and sum(dy) over the rows of each piece")
+
+
+def _whole(share: Share, *given: Any) -> Tensor:
+    """Return the sum over the pieces of all ranks of what `PIECE_SUMS` returns, `[kinds, H]`."""
+    dy, x, *rest = given
+    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.count, *rest)).unbind())
 
 
 class _Shifted(torch.autograd.Function):
@@ -74,8 +88,7 @@ class _Shifted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if not ctx.needs_input_grad[1]:
             return grads[0], None, None
-        sums = [column_sum(dy) for (dy,) in _pieces(ctx.share, grads[0])]
-        return grads[0], _whole(ctx.share, sums).to(ctx.dtype), None
+        return grads[0], _whole(ctx.share, grads[0], None, 0.0, False)[0].to(ctx.dtype), None
 
 
 class _Scaled(torch.autograd.Function):
@@ -94,12 +107,7 @@ class _Scaled(torch.autograd.Function):
         (x,), dy = ctx.saved_tensors, grads[0]
         if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
             return dy, None, None, None, None, None
-        sums = []
-        for dy_rows, x_rows in _pieces(ctx.share, dy, x):
-            terms = dy_rows.to(torch.promote_types(dy.dtype, torch.float32))
-            scaled = column_sum(terms * _normed(x_rows.to(terms.dtype), ctx.eps, ctx.shifts))
-            sums.append(torch.stack([scaled, column_sum(terms)]) if ctx.shifts else scaled[None])
-        made = _whole(ctx.share, sums).to(ctx.dtype)
+        made = _whole(ctx.share, dy, x, ctx.eps, ctx.shifts).to(ctx.dtype)
         return dy, None, made[0], made[1] if ctx.shifts else None, None, None
 
 
