@@ -14,12 +14,14 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from figures import note
+from torch import Tensor
 
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.whole_tensors import gather_whole
@@ -28,7 +30,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2_345M, GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.parallel.exact_tp import products, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
+from dtgpt.parallel.exact_tp.products import pieces_of
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -69,9 +73,11 @@ class Run(NamedTuple):
     elements: int
 
 
-def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
+def take_steps(recipe: Recipe, steps: int, file: str, compares: bool, way: str) -> Run:
     """Train in each process of a plan. The whole gradient of the last step and the weights after it are written to a
-    file, or compared with it."""
+    file, or compared with it. way: of computing pieces, see --way."""
+    serve.fast = way != "copies"
+    products.pieces_of = views_of if way == "views" else pieces_of
     with open_trainer(recipe) as trainer:
         results, begin, first = [], time.perf_counter(), min(WARMUP, steps - 2)
         if recipe.device == "cuda":
@@ -96,7 +102,14 @@ def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
                 different = differences(found, torch.load(file, mmap=True))
             else:
                 torch.save(found, file)
-        return Run(losses, norms, seconds, memory, different, sum(0 if x is None else x.numel() for x in found.values()))
+        return Run(
+            losses, norms, seconds, memory, different, sum(0 if x is None else x.numel() for x in found.values())
+        )
+
+
+def views_of(x: Tensor, count: int, dim: int) -> Iterator[Tensor]:
+    """Yield the pieces of x as they lie in memory."""
+    return iter(x.chunk(count, dim))
 
 
 def settle(trainer: Trainer) -> None:
@@ -134,10 +147,10 @@ def recipe_of(args: argparse.Namespace, model: str, plan: str, reduce: str) -> R
     )
 
 
-def run(pool: Pool, recipe: Recipe, steps: int, file: str, compares: bool, timeout: float) -> Run:
+def run(pool: Pool, args: argparse.Namespace, recipe: Recipe, file: str = "", compares: bool = False) -> Run:
     """Train under a plan, and return what rank 0 saw. Raises RuntimeError where a rank failed."""
-    job = PoolJob(parse_plan(str(recipe.plan), {}).world, take_steps, (recipe, steps, file, compares))
-    (results,) = pool.run([job], timeout)
+    given = recipe, args.steps, file, compares, args.way
+    (results,) = pool.run([PoolJob(parse_plan(str(recipe.plan), {}).world, take_steps, given)], args.timeout)
     for result in results:
         if result.failure or result.refusal:
             raise RuntimeError(f"{recipe.plan}: {result.refusal or result.failure}\n{result.output}")
@@ -165,14 +178,13 @@ def compare(pool: Pool, args: argparse.Namespace, model: str) -> bool:
     """Compare the plans of a model with one process. Return whether all bits are the same."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         file, same = str(Path(folder) / "reference"), True
-        exact = {"single": run(pool, recipe_of(args, model, "single", "exact_tp"), args.steps, file, False, args.timeout)}
+        exact = {"single": run(pool, args, recipe_of(args, model, "single", "exact_tp"), file)}
         tell(model, "single", exact["single"], exact["single"])
         for plan in args.plans:
-            recipe = recipe_of(args, model, plan, "exact_tp")
-            exact[plan] = run(pool, recipe, args.steps, file, True, args.timeout)
+            exact[plan] = run(pool, args, recipe_of(args, model, plan, "exact_tp"), file, True)
             same = tell(model, plan, exact[plan], exact["single"]) and same
     for plan in ("single", *args.timed):
-        plain = run(pool, recipe_of(args, model, plan, "fast"), args.steps, "", False, args.timeout)
+        plain = run(pool, args, recipe_of(args, model, plan, "fast"))
         ratio = plain.seconds / exact[plan].seconds if plan in exact else float("nan")
         print(
             f"{model} {plan} --reduce fast: {1e3 * plain.seconds:.1f} ms a step, {plain.memory:.1f} GiB; exact_tp has "
@@ -189,6 +201,13 @@ def main() -> int:
     parser.add_argument("--plans", nargs="*", default=list(PLANS), help="compared with one process")
     parser.add_argument("--timed", nargs="*", default=["tp2_sp"], help="also with --reduce fast, beside one process")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--way",
+        choices=("copies", "kernels", "views"),
+        default="copies",
+        help="copies: a product of each piece, from a copy; kernels: those of parallel/exact_tp/serve.py, where they "
+        "serve; views: these, and no copies for gradients of weights",
+    )
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--micro_batch_size", type=int)
     parser.add_argument("--global_batch_size", type=int)

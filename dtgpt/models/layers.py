@@ -81,7 +81,9 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
     inner, sums = first(x), row_sums()
     if first.bias is None:
         return second(activation(inner))
-    return second(activation(*((inner, first.bias) if sums is None else sums.inner_bias(inner, local_bias(inner, first.bias)))))
+    return second(
+        activation(*((inner, first.bias) if sums is None else sums.inner_bias(inner, local_bias(inner, first.bias))))
+    )
 
 
 class Table(nn.Embedding):

@@ -38,9 +38,7 @@ class RowSums(Protocol):
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor: ...
 
-    def norm_and_pass(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def norm_and_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def residual_norm(
         self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any

@@ -57,21 +57,26 @@ def node(
 
 @triton.jit
 def tree_kernel(
-    x, w, out, rows, columns, K,
+    x, w, out, rows, K, COLUMNS: tl.constexpr,
     COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the sum of COUNT pieces of K each: x `[M, COUNT K]`, w `[N, COUNT K]` where it is BY_INPUTS, else
-    `[COUNT K, N]`, and out `[M, N]`; x and w are descriptors. GROUP rows of tiles share the columns in L2."""
-    down, across = tl.cdiv(rows, BM), tl.cdiv(columns, BN)
+    `[COUNT K, N]`, and out `[M, N]`; x and w are descriptors. Tiles divide M and N; GROUP rows of tiles share the columns in L2."""
+    down, across = rows // BM, COLUMNS // BN
     first = tl.program_id(0) // (GROUP * across) * GROUP
     high = tl.minimum(down - first, GROUP)
     inner = tl.program_id(0) % (GROUP * across)
     row, column = (first + inner % high) * BM, inner // high * BN
-    made = node(x, w, row, column, 0, K, COUNT, BM, BN, BK, BY_INPUTS)
-    m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
-    inside = (m < rows)[:, None] & (n < columns)[None, :]
-    tl.store(out + m.to(tl.int64)[:, None] * columns + n[None, :], made, inside)
+    corner = out + row.to(tl.int64) * COLUMNS + column
+    at = corner + (tl.arange(0, BM)[:, None] * COLUMNS + tl.arange(0, BN)[None, :])
+    if COUNT == 8:  # there are registers for two nodes that wait, and not for three
+        tl.store(at, node(x, w, row, column, 0, K, 4, BM, BN, BK, BY_INPUTS))
+        right = node(x, w, row, column, 4 * K, K, 4, BM, BN, BK, BY_INPUTS)
+        made = (tl.load(at).to(tl.float32) + right.to(tl.float32)).to(x.dtype)
+    else:
+        made = node(x, w, row, column, 0, K, COUNT, BM, BN, BK, BY_INPUTS)
+    tl.store(at, made)
 
 
 def tree_product(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
@@ -84,19 +89,24 @@ def tree_product(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
     given = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.BM, tile.BK])
     block = [tile.BN, tile.BK] if by_inputs else [tile.BK, tile.BN]
     matrix = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
-    grid = (triton.cdiv(rows, tile.BM) * triton.cdiv(columns, tile.BN),)
+    grid = (rows // tile.BM * (columns // tile.BN),)
     tree_kernel[grid](
-        given, matrix, out, rows, columns, size // count,
+        given, matrix, out, rows, size // count, COLUMNS=columns,
         COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, GROUP=8,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def takes_tiles(x: Tensor, weight: Tensor, count: int) -> bool:
-    """Return whether `tree_product` can work on these: whole tiles of K, at addresses that the copy engine takes."""
-    fits = x.shape[1] // count % TILE.BK == 0 and x.itemsize == 2 and x.dtype == weight.dtype
-    return fits and all(m.stride(1) == 1 and m.stride(0) % 8 == 0 and m.data_ptr() % 16 == 0 for m in (x, weight))
+def takes_tiles(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> bool:
+    """Return whether `tree_product` can work on these: whole tiles, at addresses that the copy engine takes."""
+    rows, columns = len(x), weight.shape[0 if by_inputs else 1]
+    fits = count <= 8 and rows % TILE.BM == columns % TILE.BN == x.shape[1] // count % TILE.BK == 0
+    return (
+        fits
+        and x.dtype == weight.dtype
+        and all(m.stride(1) == 1 and m.stride(0) % 8 == 0 and m.data_ptr() % 16 == 0 for m in (x, weight))
+    )
 
 
 @triton.jit
@@ -130,19 +140,19 @@ def piece_sums_kernel(
 
 @triton.jit
 def fold_kernel(
-    partials, sums, groups, count, each, number, H, kinds: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    partials, sums, groups, count, each, of_piece, H, kinds: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum the groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: of `number` samples, whose
-    pieces have `each` groups."""
+    """Sum the `of_piece` groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: `each` of every
+    sample."""
     index, kind = tl.program_id(1), tl.program_id(2)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, number * each, ROWS):
+    for first in range(0, of_piece, ROWS):
         place = first + tl.arange(0, ROWS)
         group = place // each * (count * each) + index * each + place % each
         at = (kind * groups + group).to(tl.int64)[:, None] * H + columns[None, :]
-        total += tl.load(partials + at, (place < number * each)[:, None] & inside[None, :], 0.0)
+        total += tl.load(partials + at, (place < of_piece)[:, None] & inside[None, :], 0.0)
     tl.store(sums + (index * kinds + kind) * H + columns, tl.sum(total, 0), inside)
 
 
@@ -167,6 +177,6 @@ def piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bo
     sums = torch.empty(count, kinds, size, dtype=torch.float32, device=dy.device)
     height, width = FOLD
     fold_kernel[(triton.cdiv(size, width), count, kinds)](
-        partials, sums, groups, count, each, samples, size, kinds=kinds, ROWS=height, BLOCK=width, num_warps=4
+        partials, sums, groups, count, each, samples * each, size, kinds=kinds, ROWS=height, BLOCK=width, num_warps=4
     )
     return sums

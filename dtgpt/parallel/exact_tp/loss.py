@@ -50,7 +50,9 @@ class Rows:
     def chunks(self, x: Tensor, weight: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield (rows, their logits by piece), chunk by chunk."""
         share, count = self.share, len(x)
-        columns = len(weight) // share.count * (share.count if share.group is None else share.count * share.group.size())
+        columns = (
+            len(weight) // share.count * (share.count if share.group is None else share.count * share.group.size())
+        )
         size = chunk_rows(count, columns, x.element_size())
         weights = list(pieces_of(weight, share.count, 0))
         for first in range(0, count, size):
@@ -83,7 +85,9 @@ class _Loss(torch.autograd.Function):
     """The mean loss. Forward makes both gradients, while the logits of a chunk are there; backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, scale: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
         count, pieces = len(x), rows.share.count
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         losses, dx = x.new_empty(count, dtype=torch.float32), torch.empty_like(x)

@@ -15,6 +15,7 @@ from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
+
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, why_no_triton
@@ -25,7 +24,7 @@ def _chains(x: Tensor, *_: Any) -> bool:
 
 def _in_registers(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> bool:
     serves = _chains(x) and has_triton(x) and has_hopper(x.device)
-    return serves and count > 1 and kernels().takes_tiles(x, weight, count)
+    return serves and count > 1 and kernels().takes_tiles(x, weight, count, by_inputs)
 
 
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inputs: bool) -> Tensor:
@@ -41,9 +40,7 @@ def _column_sums(x: Tensor, count: int) -> Tensor:
 
 
 CHAINS = "of more than 512 rows in 16 bits on a GPU"
-ADDENDS = (
-    by_triton(lambda *given: kernels().tree_product(*given), _in_registers, f"{CHAINS} from Hopper on"),
-)
+ADDENDS = (by_triton(lambda *given: kernels().tree_product(*given), _in_registers, f"{CHAINS} from Hopper on"),)
 COLUMNS = (Kernel("cuBLAS, all columns", _chains, _whole, why_no_triton, CHAINS),)
 COLUMN_SUMS = (by_triton(_column_sums, _sums),)
 PIECE_SUMS = (by_triton(lambda *given: kernels().piece_sums(*given), _sums),)
