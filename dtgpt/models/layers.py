@@ -78,12 +78,12 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
         whole = first.bound.quantised.mlp(x, first, second, activation)
         if whole is not None:
             return whole
-    inner, sums = first(x), row_sums()
-    if first.bias is None:
+    inner, bias, sums = first(x), first.bias, row_sums()
+    if bias is None:
         return second(activation(inner))
-    return second(
-        activation(*((inner, first.bias) if sums is None else sums.inner_bias(inner, local_bias(inner, first.bias))))
-    )
+    if sums is not None:
+        inner, bias = sums.inner_bias(inner, local_bias(inner, bias))
+    return second(activation(inner, bias))
 
 
 class Table(nn.Embedding):

@@ -32,7 +32,7 @@ class PiecesConfig(Section):
     fixed: ClassVar[bool] = True
     recipe_rules: ClassVar[Rules] = (
         Rule(
-            f"{NAME}.pieces={{{NAME}.pieces}} has no effect with reduce={{reduce}}; use --reduce {NAME}, or leave it out",
+            f"{NAME}.pieces={{{NAME}.pieces}} has no effect with reduce={{reduce}}; use --reduce {NAME}",
             Is("reduce", "!=", NAME),
         ),
         Rule(f"{NAME}.pieces={{{NAME}.pieces}} is no power of two; use 2, 4, 8 or 16", NoPowerOfTwo(f"{NAME}.pieces")),

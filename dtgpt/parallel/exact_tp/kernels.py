@@ -62,7 +62,8 @@ def tree_kernel(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the sum of COUNT pieces of K each: x `[M, COUNT K]`, w `[N, COUNT K]` where it is BY_INPUTS, else
-    `[COUNT K, N]`, and out `[M, N]`; x and w are descriptors. Tiles divide M and N; GROUP rows of tiles share the columns in L2."""
+    `[COUNT K, N]`, and out `[M, N]`; x and w are descriptors. Tiles divide M and N; GROUP rows of tiles
+    share the columns in L2."""
     down, across = rows // BM, COLUMNS // BN
     first = tl.program_id(0) // (GROUP * across) * GROUP
     high = tl.minimum(down - first, GROUP)
@@ -142,8 +143,8 @@ def piece_sums_kernel(
 def fold_kernel(
     partials, sums, groups, count, each, of_piece, H, kinds: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum the `of_piece` groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: `each` of every
-    sample."""
+    """Sum the `of_piece` groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: `each` of
+    every sample."""
     index, kind = tl.program_id(1), tl.program_id(2)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H

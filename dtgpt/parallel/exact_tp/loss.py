@@ -1,7 +1,7 @@
 """The output projection and its loss, in pieces of the vocabulary.
 
-As `dtgpt.ops.loss.head`, but that each piece of the vocabulary has logits of its own, and three terms of each row, which
-all ranks get of all pieces: the sum of exponentials is a tree over the pieces, and so is the gradient of the input.
+As `dtgpt.ops.loss.head`, but that each piece of the vocabulary has logits of its own, and three terms of each row,
+which all ranks get of all pieces: the sum of exponentials is a tree over the pieces, as is the gradient of the input.
 Rows go through in chunks whose number does not depend on how many pieces a rank has.
 """
 
