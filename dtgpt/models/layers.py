@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
+from dtgpt.ops.activations import local_bias
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.linear import linear
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import head_loss
-from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
+from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm, row_sums
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.util.torch_private import is_dtensor
 
@@ -77,8 +78,21 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
         whole = first.bound.quantised.mlp(x, first, second, activation)
         if whole is not None:
             return whole
-    bias = () if first.bias is None else (first.bias,)
-    return second(activation(first(x), *bias))
+    inner, bias, sums = first(x), first.bias, row_sums()
+    if bias is None:
+        return second(activation(inner))
+    if sums is not None:
+        inner, bias = sums.inner_bias(inner, local_bias(inner, bias))
+    return second(activation(inner, bias))
+
+
+class Table(nn.Embedding):
+    """The rows of tokens, `[B, T]` -> `[B, T, H]`."""
+
+    bound: Binding = PLAIN
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.bound.product is None else self.bound.product(tokens, self.weight)
 
 
 class LayerNorm(nn.LayerNorm):

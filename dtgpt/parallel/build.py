@@ -134,6 +134,8 @@ def cut_over_tp(part: Decoder, building: Building) -> None:
     settings, table = building.settings, building.table
     if table is None:
         table = make_table(settings.model, settings.plan, settings.local_length, building.peers)
+        for adapt in seams.listed("tp_tables", building):
+            table = adapt(table, building)
     apply_table(part, building.mesh.devices["tp"], table)
 
 

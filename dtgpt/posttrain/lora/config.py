@@ -60,10 +60,10 @@ class LoraConfig(Section):
             Given("has_added_precision"),
         ),
         Rule(
-            "lora.rank={lora.rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
-            "--lora.rank 0",
+            "lora.rank={lora.rank}, but reduce={reduce} sums the gradients of whole weights alone; use --reduce fast "
+            "or --lora.rank 0",
             Given("lora.rank"),
-            Is("reduce", "==", "exact"),
+            Is("reduce", "!=", "fast"),
         ),
     )
     plan_rules: ClassVar[Rules] = (
