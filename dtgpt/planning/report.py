@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import GPUS_OF_HOST
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
 from dtgpt.planning.gpus import GIB, Gpu
