@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from dtgpt.models.binding import bind
 from dtgpt.models.moe.mixture import Experts
 from dtgpt.ops.experts.routing import Choice
 from dtgpt.ops.experts.rows import plain_on_cpu, sum_of_rows, weighted_rows, weighted_rows_gradients
@@ -145,3 +146,13 @@ class GatheredExperts:
         made = [self.products(part, ends, filled=False) for part, ends in parts]
         whole = made[0] if self.parts == 1 else torch.cat(made)
         return _Summed.apply(whole, choice.weights, route.sent, route.back, ranks, name, *route.arrays)
+
+
+def cut_experts(block: nn.Module, ranks: int, apart: bool) -> None:
+    """Let the mixtures of a block without memory compute as on one of `ranks`, by which planning measures what it
+    keeps."""
+    for experts in (each for each in block.modules() if isinstance(each, Experts)):
+        for stack in experts.children():
+            for name, whole in list(stack.named_parameters(recurse=False)):
+                setattr(stack, name, nn.Parameter(whole.detach().chunk(ranks)[0]))
+        bind(experts, run=GatheredExperts(experts, Group(ranks, 0, ""), apart))
