@@ -11,6 +11,7 @@ from dtgpt.ops.kernels.attention.flash_launch import mask_words
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
 from dtgpt.posttrain.demands import rows_of
@@ -53,6 +54,8 @@ def kind_of_block(settings: Settings, block: int) -> BlockKind:
         fp8=settings.products == FP8,
         keeps_weights=not plan.zero,
         lora=settings.section(LoraConfig),
+        ep=1 if plan.asks_host else plan.ep,  # rows that are counted on the host are planned as evenly spread
+        tokens_apart=plan.ep > 1 and choose_sums(settings).orderless,
     )
 
 

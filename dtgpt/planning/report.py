@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import GPUS_OF_HOST, Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.shared.flops import flops_per_token, used_parameters
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
 from dtgpt.planning.gpus import GIB, Gpu
@@ -98,6 +98,11 @@ def sizes(config: ModelConfig) -> str:
     return parameters(whole) + met * (used < whole)
 
 
+def _rows(plan: Plan) -> str:
+    """Return what a rank has memory for."""
+    return "planned for even loads" if plan.asks_host else "each with room for all rows"
+
+
 def describe_mesh(name: str, settings: Settings) -> list[str]:
     """Return the lines on the recipe `name`: model, degrees of the plan, batch and stages."""
     config, plan, passes = settings.model, settings.plan, settings.micro_batches
@@ -108,7 +113,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
         + (f"cp {plan.cp} x " if plan.cp > 1 else "")
         + f"tp {plan.tp}, tp fastest"
-        + (f"; experts of a block on {plan.ep} of dp x cp" if plan.ep > 1 else "")
+        + (f"; experts of a block on {plan.ep} of dp x cp, {_rows(plan)}" if plan.ep > 1 else "")
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
         f"batch   {counted(settings.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import GPUS_OF_HOST
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.operation_time import START, Operations, Passes, Work

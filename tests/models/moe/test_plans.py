@@ -267,6 +267,7 @@ def test_the_messages_are_those_that_are_sent(moe):
     cases = [
         ("olmoe", "tp2", "none"), ("many", "tp2_sp", "none"), ("qwen2_moe", "tp2_sp", "full"),
         ("gpt_oss_moe", "tp2", "full"), ("mixtral", "cp2", "none"), ("qwen3_moe", "tp2", "none"),
+        ("olmoe", "dp2_ep2", "none"), ("mixtral", "cp2_ep2", "full"),
     ]  # fmt: skip
     check_messages([of(moe, family, plan, plan=plan, recompute=again) for family, plan, again in cases], 2)
 
