@@ -62,6 +62,8 @@ class Engine:
     run in training need `torch.compiler.set_stance("force_eager")` around all of it: their code is made for a batch.
     """
 
+    turns = Scheduler  # which job gets which slot
+
     def __new__(cls, *_: Any, **options: Any) -> Self:
         return super().__new__(seams.with_kinds("engines", cls) if cls is Engine else cls)
 
@@ -96,7 +98,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget all jobs."""
-        self.scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
+        self.scheduler = self.turns(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
         self._active: dict[int, ActiveJob] = {}  # by number
         self._ended: list[SequenceUpdate] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None

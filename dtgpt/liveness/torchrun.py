@@ -12,7 +12,7 @@ from dtgpt.liveness.lost_peers import lost_peers_as_user_errors
 from dtgpt.liveness.rendezvous import meet, not_found, patience
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Peers, Process
-from dtgpt.util.shared.posted import post, posted
+from dtgpt.util.shared.torch_private import post, posted
 
 FAILURE = "failure"  # the name under which the rank that fails first leaves its reason
 

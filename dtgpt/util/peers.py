@@ -105,7 +105,8 @@ class Peers:
         self, process: Process, active: int, stop: Any, seconds: float, lost_after: float, plan: str, chosen: bool
     ) -> int | None:
         """Wait for the end of the run where this process is not among its `active` ones, and return the exit code of
-        the run; None: it is among them. stop: a `StopRequest`, which is passed on to rank 0. Others: as for `watch`."""
+        the run; None: it is among them. stop: a `StopRequest`, which is passed on to
+        rank 0. The others are those of `watch`."""
         return None
 
     def losses_as_user_errors(self, seconds: float, remedy: Callable[[], str]) -> AbstractContextManager[None]:

@@ -12,8 +12,7 @@ The core does not import a capability. `dtgpt/capabilities.py` lists the modules
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
 from typing import Any, ClassVar, NamedTuple
 
 from dtgpt.util.errors import UserError
@@ -29,7 +28,7 @@ class CommandEntry(NamedTuple):
 
 class When(NamedTuple):
     """A part that is imported only where one of the `options` is on: a field of what the core asks with, by its dotted
-    name, or NAME=VALUE."""
+    name, or NAME=VALUE. A field that is not there, such as that of some models, is off."""
 
     part: str
     options: tuple[str, ...]
@@ -37,10 +36,8 @@ class When(NamedTuple):
     def is_on(self, given: Any) -> bool:
         """Return whether one of them is on in a recipe, or in the section whose fields they name."""
         named = (option.partition("=") for option in self.options)
-        return any(
-            attrgetter(name)(given) == value if equals else attrgetter(name)(given) not in OFF
-            for name, equals, value in named
-        )
+        found = ((reduce(_field_of, name.split("."), given), equals, value) for name, equals, value in named)
+        return any(own == value if equals else own not in OFF for own, equals, value in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +184,12 @@ class Capability:
 
 
 OFF = (None, False, 0, "", "off")
+
+
+def _field_of(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
 _modules: tuple[str, ...] = ()
 
 

@@ -447,6 +447,6 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     shared = replace(grpo, plan="dp2_zero3", micro_batch_size=2)
     (note,) = shared.notes(shared.planned_choice(2), "cpu")
     assert "each of 2 ranks of dp x cp draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
-    assert shared.planned(2).slots == 8
+    assert slots_of(shared.planned(2)) == 8
     for plan in ("dp2", "cp2"):
-        assert replace(shared, plan=plan).planned(2).slots == 4
+        assert slots_of(replace(shared, plan=plan).planned(2)) == 4

@@ -11,7 +11,7 @@ from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.scores.score import Score
+from dtgpt.inference.scores.options import Score
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream

@@ -25,7 +25,7 @@ from dtgpt.checkpoint.shard_file import Damaged, ShardFile, Written
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.machine.threads import Threads
-from dtgpt.util.shared.posted import post, posted
+from dtgpt.util.shared.torch_private import post, posted
 from dtgpt.util.storage import parse_json, read_regular, remove_tree, write_text
 
 WRITERS = 4  # threads

@@ -27,7 +27,7 @@ from dtgpt.inference.model import Model, Need, P, need_of
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import encode
 from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_prompt, check_range
-from dtgpt.inference.scores.score import Score
+from dtgpt.inference.scores.options import Score
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig

@@ -13,7 +13,7 @@ from dtgpt.inference.cache import Chunk
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NOT_FINITE, SequenceUpdate, alternatives_of
 from dtgpt.inference.scheduler import PromptChunk
-from dtgpt.inference.scores.score import Score
+from dtgpt.inference.scores.options import Score
 from dtgpt.inference.scores.tokens import Scores, token_scores
 from dtgpt.inference.sequence import ActiveJob
 from dtgpt.inference.step import Pending, Step, exact_bits, gather_columns

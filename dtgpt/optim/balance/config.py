@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.posttrain.demands import makes_samples
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
@@ -63,6 +62,8 @@ class BalanceConfig(Section):
         given = next((name for name in names if getattr(self, name) != DEFAULTS[name]), None)
         if given is None:  # a recipe without the list of capabilities does not know that this is as it was
             return
+        from dtgpt.models.moe.config import ExpertsConfig  # every recipe reads this file
+
         value = f"balance.{given}={getattr(self, given)}"
         if not isinstance(recipe.model, ExpertsConfig):
             raise UserError(

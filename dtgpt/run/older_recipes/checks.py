@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.config.overrides import LARGEST
+from dtgpt.run.saved_recipe import saved_value
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import kinds_of, misfit
@@ -25,7 +26,8 @@ def checked_values(
         try:
             found[name] = _checked(value, types[name])
         except ValueError as error:
-            raise UserError(f"{run}/recipe.json says {name}={shown(value)}, {error}; give --{name}") from None
+            said = shown(saved_value(saved, name))
+            raise UserError(f"{run}/recipe.json says {name}={said}, {error}; give --{name}") from None
     if unknown:
         say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
     return found
