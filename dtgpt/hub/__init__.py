@@ -5,6 +5,6 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     places=("dtgpt.hub.names:place",),
-    datasets=("dtgpt.hub.format:DATA",),
-    tokenizers=("dtgpt.hub.format:TOKENIZERS",),
+    datasets=("dtgpt.hub.data:DATA",),
+    tokenizers=("dtgpt.hub.tokenizers:TOKENIZERS",),
 )

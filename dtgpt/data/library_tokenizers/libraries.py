@@ -57,8 +57,8 @@ class TokenizerJson(LibraryTokenizer):
         around = max(self.encode(""), default=0)  # the post-processor's ids are checked by nobody else
         check_rules(AROUND_RULES, {"name": name, "around": around, "last": max(self.vocab_size - 1, 0)})
 
-    @property
-    def special_names(self) -> Collection[str]:
+    @cached_property
+    def special_names(self) -> Collection[str]:  # type: ignore[override]
         return [token.content for token in self._parsed.get_added_tokens_decoder().values() if token.special]
 
     @property
