@@ -5,6 +5,7 @@ whoever has it, in fp32; all ranks get those of all pieces, and add them up in a
 each rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
 
-    def __init__(self, positions: Share, columns: int):
-        """positions: pieces of the positions of this rank's activations between the matrices. columns: its pieces of
-        the columns of a matrix that is cut by its outputs."""
+    def __init__(self, positions: Share, columns: Callable[[int], int]):
+        """positions: pieces of the positions of this rank's activations between the matrices. columns: pieces of so
+        many of its columns, of a matrix that is cut by its outputs."""
         self.positions, self.columns = positions, columns
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
@@ -43,7 +44,7 @@ class PiecewiseRows:
 
     def inner_bias(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x `[.., N]`, bias `[N]`) for the function that adds them, where a matrix is cut by its outputs."""
-        return shifted_columns(self.columns, x, bias), bias.detach()
+        return shifted_columns(self.columns(x.shape[-1]), x, bias), bias.detach()
 
     def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
