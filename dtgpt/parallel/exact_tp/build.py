@@ -62,7 +62,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     positions = share(settings.local_length)
     if not plan.sequence_parallel:
         positions = Share(pieces_of_size(settings.local_length, most))
-    rows = PiecewiseRows(positions, lambda columns: share(columns * plan.tp).count)
+    rows = PiecewiseRows(positions, lambda columns: share(columns).count)
     for end in (part.embedding, *part.blocks.values(), part.head):
         if isinstance(end, BoundModule):
             bind(end, run=partial(_within, rows, end.runner))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
 from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
@@ -20,10 +21,10 @@ from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
 
-    def __init__(self, positions: Share, columns: Callable[[int], int]):
-        """positions: pieces of the positions of this rank's activations between the matrices. columns: pieces of so
-        many of its columns, of a matrix that is cut by its outputs."""
-        self.positions, self.columns = positions, columns
+    def __init__(self, positions: Share, pieces: Callable[[int], int]):
+        """positions: pieces of the positions of this rank's activations between the matrices. pieces: of this rank, of
+        so many columns that tensor parallelism may cut."""
+        self.positions, self.pieces = positions, pieces
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
         """Return what `RESIDUAL` does."""
@@ -42,9 +43,16 @@ class PiecewiseRows:
         total, normed = RESIDUAL_NORM(x, *self._shifted(branch, branch_bias), *fixed, *rest)
         return total, _Scaled.apply(normed, total, weight, bias, rest[0], self.positions)
 
-    def inner_bias(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x `[.., N]`, bias `[N]`) for the function that adds them, where a matrix is cut by its outputs."""
-        return shifted_columns(self.columns(x.shape[-1]), x, bias), bias.detach()
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
+        tensor by other instructions than the rest."""
+        if bias:
+            own = local_bias(x, *bias)
+            x, bias = shifted_columns(self.pieces(width), x, own), (own.detach(),)
+        if not x.is_cpu:
+            return activation(x, *bias)
+        parts = zip(*(map(operand, each.chunk(self.pieces(width), -1)) for each in (x, *bias)), strict=True)
+        return torch.cat([activation(*part) for part in parts], dim=-1)
 
     def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
