@@ -33,8 +33,8 @@ RESIDUAL = Operation("residual", residual_reference, "x + dropout(branch + bias)
 
 
 class RowSums(Protocol):
-    """What computes the operations here, and `dtgpt.models.layers.mlp`, with gradients of parameters whose sums over
-    rows have an order of its own. The arguments are those of the operations."""
+    """What computes the operations here, and activations, with gradients of parameters whose sums over rows have an
+    order of its own. The arguments are those of the operations."""
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor: ...
 
