@@ -67,6 +67,11 @@ def _rows(x: Tensor | None, count: int) -> list[Tensor | None]:
     return [None] * count if x is None else [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
 
 
+def length_of_piece(x: Tensor, count: int) -> int:
+    """Return the positions of each of `count` pieces of x `[B, T, H]`."""
+    return x.shape[1] // count
+
+
 def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
     terms = dy.to(torch.promote_types(dy.dtype, torch.float32))
     if x is None:
