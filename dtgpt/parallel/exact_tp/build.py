@@ -50,9 +50,9 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
         if role in (Role.QKV, Role.COLUMN):
-            bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).count)))
+            bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
         elif role is Role.ROW:
-            bind(module, product=_local(partial(row_product, share(module.weight.shape[1]).count)))
+            bind(module, product=_local(partial(row_product, share(module.weight.shape[1]).number)))
         elif role is Role.OUTPUT:
             bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
         elif role is Role.VOCABULARY and group is not None:
@@ -62,7 +62,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     positions = share(settings.local_length)
     if not plan.sequence_parallel:
         positions = Share(pieces_of_size(settings.local_length, most))
-    rows = PiecewiseRows(positions, lambda columns: share(columns).count)
+    rows = PiecewiseRows(positions, lambda columns: share(columns).number)
     for end in (part.embedding, *part.blocks.values(), part.head):
         if isinstance(end, BoundModule):
             bind(end, run=partial(_within, rows, end.runner))

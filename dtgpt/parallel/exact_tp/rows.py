@@ -59,12 +59,13 @@ class PiecewiseRows:
 
 
 def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
-    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), _rows(x, count), strict=True)])
+    others = [None] * count if x is None else _rows(x, count)
+    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), others, strict=True)])
 
 
-def _rows(x: Tensor | None, count: int) -> list[Tensor | None]:
+def _rows(x: Tensor, count: int) -> list[Tensor]:
     """Return the rows `[B T / P, H]` of each piece of x `[B, T, H]`."""
-    return [None] * count if x is None else [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
+    return [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
 
 
 def length_of_piece(x: Tensor, count: int) -> int:
@@ -88,7 +89,7 @@ PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)) and s
 def _whole(share: Share, *given: Any) -> Tensor:
     """Return the sum over the pieces of all ranks of what `PIECE_SUMS` returns, `[kinds, H]`."""
     dy, x, *rest = given
-    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.count, *rest)).unbind())
+    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.number, *rest)).unbind())
 
 
 class _Shifted(torch.autograd.Function):
