@@ -33,7 +33,7 @@ class Share(NamedTuple):
         return cls(count, count * group.rank(), group)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return what belongs to all pieces, `[pieces, ..]`, from what belongs to those of each rank, `[number, ..]`."""
+        """Return what belongs to all pieces, `[pieces, ..]`, from what each rank has of its own, `[number, ..]`."""
         if self.group is None:
             return own
         whole = own.new_empty(self.group.size() * self.number, *own.shape[1:])
