@@ -30,7 +30,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2_345M, GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.parallel.exact_tp import products, serve
+from dtgpt.ops.operation import load_kernels
+from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.exact_tp.products import pieces_of
 from dtgpt.train.setup import open_trainer
@@ -58,6 +59,12 @@ MODELS: dict[str, tuple[Any, int, int]] = {  # with samples of a micro-batch, an
     "tiny": (TINY, 2, 4),
     "tiny_llama": (TINY_LLAMA, 2, 4),
 }
+KERNELS = {
+    products.ADDENDS: serve.ADDENDS,
+    products.COLUMNS: serve.COLUMNS,
+    products.COLUMN_SUMS: serve.COLUMN_SUMS,
+    rows.PIECE_SUMS: serve.PIECE_SUMS,
+}
 PLANS = ("tp2", "tp2_sp", "dp2")
 WARMUP = 5  # steps, which capture graphs, before the time is taken
 
@@ -76,7 +83,9 @@ class Run(NamedTuple):
 def take_steps(recipe: Recipe, steps: int, file: str, compares: bool, way: str) -> Run:
     """Train in each process of a plan. The whole gradient of the last step and the weights after it are written to a
     file, or compared with it. way: of computing pieces, see --way."""
-    serve.fast = way != "copies"
+    for operation, kernels in KERNELS.items():
+        load_kernels(operation.name)  # none, which would otherwise replace these
+        operation.kernels[:] = [] if way == "copies" else kernels
     products.pieces_of = views_of if way == "views" else pieces_of
     with open_trainer(recipe) as trainer:
         results, begin, first = [], time.perf_counter(), min(WARMUP, steps - 2)

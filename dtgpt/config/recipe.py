@@ -140,7 +140,7 @@ class Recipe:
     reduce: Annotated[
         Reduce,
         "sums of gradients, losses and norms: fast, or exact, in 64-bit fixed point, with the same bits for any number "
-        "of replicas, ZeRO level and pipeline",
+        "of replicas, ZeRO level and pipeline; exact_tp: and for any tp, with products in pieces",
     ] = "fast"
     compile: Annotated[
         Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"

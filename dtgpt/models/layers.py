@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
-from dtgpt.ops.activations import local_bias
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.linear import linear
 from dtgpt.ops.loss.cross_entropy import capped
@@ -78,12 +77,12 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
         whole = first.bound.quantised.mlp(x, first, second, activation)
         if whole is not None:
             return whole
-    inner, bias, sums = first(x), first.bias, row_sums()
-    if bias is None:
-        return second(activation(inner))
-    if sums is not None:
-        inner, bias = sums.inner_bias(inner, local_bias(inner, bias))
-    return second(activation(inner, bias))
+    bias = () if first.bias is None else (first.bias,)
+    inner, sums = first(x), row_sums()
+    made = (
+        activation(inner, *bias) if sums is None else sums.activated(activation, second.weight.shape[1], inner, *bias)
+    )
+    return second(made)
 
 
 class Table(nn.Embedding):

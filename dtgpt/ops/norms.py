@@ -8,7 +8,7 @@ Sharding rule: rows (samples and positions) may be sharded, the hidden dimension
 passes the global index of its first element as `start`; its gradients of the branch's bias, and of the norm's weight
 and bias, are partial sums."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ RESIDUAL = Operation("residual", residual_reference, "x + dropout(branch + bias)
 
 
 class RowSums(Protocol):
-    """What computes the operations here, and `dtgpt.models.layers.mlp`, with gradients of parameters whose sums over
-    rows have an order of its own. The arguments are those of the operations."""
+    """What computes the operations here, and activations, with gradients of parameters whose sums over rows have an
+    order of its own. The arguments are those of the operations."""
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor: ...
 
@@ -44,8 +44,8 @@ class RowSums(Protocol):
         self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]: ...
 
-    def inner_bias(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a function of x `[.., N]` and a bias `[N]` is to be called with."""
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias), `[.., width / tp]`, of columns that tensor parallelism may cut."""
 
 
 _row_sums: RowSums | None = None

@@ -9,12 +9,6 @@ CAPABILITY = Capability(
     sums={NAME: f"{PART}.sums:PiecewiseSums"},
     plan_rules=(When(f"{PART}.config:PLAN_RULES", (f"reduce={NAME}",)),),
     settings_rules=(When(f"{PART}.config:SETTINGS_RULES", (f"reduce={NAME}",)),),
-    kernels={
-        "addends_of_pieces": f"{PART}.serve:ADDENDS",
-        "columns_of_pieces": f"{PART}.serve:COLUMNS",
-        "column_sums_of_pieces": f"{PART}.serve:COLUMN_SUMS",
-        "row_sums_of_pieces": f"{PART}.serve:PIECE_SUMS",
-    },
     tp_tables=(When(f"{PART}.build:add_in_trees", (f"settings.reduce={NAME}",)),),
     build=(When(f"{PART}.build:PIECES", (f"settings.reduce={NAME}",)),),
 )

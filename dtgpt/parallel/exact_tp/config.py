@@ -5,7 +5,6 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.exact_tp import NAME
@@ -47,33 +46,10 @@ class PiecesConfig(Section):
 ROLES = (Role.VOCABULARY, Role.POSITIONS, Role.NORM, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT)
 
 
-def sizes_of(config: ModelConfig, seq_length: int) -> dict[str, int]:
-    """Return the sizes that are divided into pieces, by what they are called."""
-    found = {"tokens of a sample": seq_length, "padded vocabulary": config.padded_vocab_size}
-    for parameter in inventory(config).parameters():
-        module, _, kind = parameter.name.rpartition(".")
-        if kind != "weight":
-            continue
-        role = role_of(module, config.roles)
-        if role in (Role.QKV, Role.COLUMN):
-            found[f"outputs of {module}"] = parameter.shape[0]
-        if role is Role.ROW:
-            found[f"inputs of {module}"] = parameter.shape[1]
-    return found
-
-
-class HasNoPieces(Condition):
-    """A recipe's pieces do not divide a size."""
-
-    def fits(self, values: Values, name: str) -> bool:
-        return bool(undivided(values.config))
-
-
-def undivided(recipe: Any) -> list[str]:
-    """Return the sizes that the pieces do not divide, in words."""
-    pieces = values_of(recipe).pieces
-    sizes = sizes_of(recipe.model, recipe.sample_length)
-    return [f"{value} {words}" for words, value in sizes.items() if value % pieces]
+def pieces_of_size(size: int, most: int) -> int:
+    """Return the pieces that a dimension is divided into: the largest power of two that divides it, or `most`. What tp
+    divides has as many pieces as there are ranks, or more."""
+    return min(most, size & -size)
 
 
 def values_of(given: Any) -> PiecesConfig:
@@ -119,13 +95,8 @@ class TooManyRanks(Condition):
 
 PLAN_RULES: Rules = (  # of a recipe under a `plan`
     Rule(
-        f"reduce={NAME}, but {{remedy}} cannot be divided into {NAME}.pieces; use fewer pieces or {FAST}",
-        HasNoPieces("model"),
-        remedy=lambda recipe: undivided(recipe)[0],
-    ),
-    Rule(
-        f"reduce={NAME}, but tp={{plan.tp}} does not divide the pieces of a sum; use tp=2 or 4, more --{NAME}.pieces, "
-        f"or {FAST}",
+        f"reduce={NAME}, but tp={{plan.tp}} does not divide {NAME}.pieces={{{NAME}.pieces}}, a power of two; use a tp "
+        f"that does, more --{NAME}.pieces, or {FAST}",
         TooManyRanks("plan"),
     ),
     Rule(
@@ -146,11 +117,6 @@ PLAN_RULES: Rules = (  # of a recipe under a `plan`
     Rule(
         f"reduce={NAME}, but the plan has styles of its own, which cut other sums; use a plan without them or {FAST}",
         Is("plan.table", "!=", {}),
-    ),
-    Rule(
-        f"reduce={NAME}, but optimizer.kind={{optimizer.kind}} orders its sums by what a rank holds; use "
-        f"--optimizer.kind adamw or {FAST}",
-        Is("optimizer.kind", "!=", "adamw"),
     ),
 )
 SETTINGS_RULES: Rules = (

@@ -51,10 +51,10 @@ class Rows:
         """Yield (rows, their logits by piece), chunk by chunk."""
         share, count = self.share, len(x)
         columns = (
-            len(weight) // share.count * (share.count if share.group is None else share.count * share.group.size())
+            len(weight) // share.number * (share.number if share.group is None else share.number * share.group.size())
         )
         size = chunk_rows(count, columns, x.element_size())
-        weights = list(pieces_of(weight, share.count, 0))
+        weights = list(pieces_of(weight, share.number, 0))
         for first in range(0, count, size):
             rows = slice(first, min(first + size, count))
             part = operand(x[rows])
@@ -63,7 +63,7 @@ class Rows:
     def places(self, logits: list[Tensor]) -> list[tuple[int, int]]:
         """Return (first column in the vocabulary, columns that are no padding) of each piece."""
         width = logits[0].shape[1]
-        firsts = [(self.share.first + piece) * width for piece in range(self.share.count)]
+        firsts = [(self.share.first + piece) * width for piece in range(self.share.number)]
         return [(first, passes.real_columns(width, self.vocab_size, first)) for first in firsts]
 
     def losses(self, rows: slice, logits: list[Tensor]) -> Tensor:
@@ -88,10 +88,11 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, scale: Tensor | None
     ) -> Tensor:
-        count, pieces = len(x), rows.share.count
+        count, pieces = len(x), rows.share.number
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         losses, dx = x.new_empty(count, dtype=torch.float32), torch.empty_like(x)
-        weights, made = list(pieces_of(weight, pieces, 0)), [None] * pieces
+        weights = list(pieces_of(weight, pieces, 0))
+        made: list[Tensor | None] = [None] * pieces
         for part, logits in rows.chunks(x, weight):
             losses[part] = rows.losses(part, logits)
             rows.to_gradient_(part, logits, scale if factors is None else scale * factors[part])
@@ -99,7 +100,7 @@ class _Loss(torch.autograd.Function):
             alone, own = part.stop - part.start == count, operand(x[part])
             for piece, z in enumerate(logits):
                 made[piece] = _add_product(made[piece], z.t(), own, alone)
-        dweight = torch.cat([each.to(weight.dtype) for each in made])
+        dweight = torch.cat([each.to(weight.dtype) for each in made if each is not None])
         ctx.save_for_backward(dx, dweight)
         return passes.weighted(losses, factors).mean()
 

@@ -5,11 +5,13 @@ whoever has it, in fp32; all ranks get those of all pieces, and add them up in a
 each rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
 from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
@@ -19,10 +21,10 @@ from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
 
-    def __init__(self, positions: Share, columns: int):
-        """positions: pieces of the positions of this rank's activations between the matrices. columns: its pieces of
-        the columns of a matrix that is cut by its outputs."""
-        self.positions, self.columns = positions, columns
+    def __init__(self, positions: Share, pieces: Callable[[int], int]):
+        """positions: pieces of the positions of this rank's activations between the matrices. pieces: of this rank, of
+        so many columns that tensor parallelism may cut."""
+        self.positions, self.pieces = positions, pieces
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
         """Return what `RESIDUAL` does."""
@@ -41,21 +43,34 @@ class PiecewiseRows:
         total, normed = RESIDUAL_NORM(x, *self._shifted(branch, branch_bias), *fixed, *rest)
         return total, _Scaled.apply(normed, total, weight, bias, rest[0], self.positions)
 
-    def inner_bias(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x `[.., N]`, bias `[N]`) for the function that adds them, where a matrix is cut by its outputs."""
-        return shifted_columns(self.columns, x, bias), bias.detach()
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
+        tensor by other instructions than the rest."""
+        if bias:
+            own = local_bias(x, *bias)
+            x, bias = shifted_columns(self.pieces(width), x, own), (own.detach(),)
+        if not x.is_cpu:
+            return activation(x, *bias)
+        parts = zip(*(map(operand, each.chunk(self.pieces(width), -1)) for each in (x, *bias)), strict=True)
+        return torch.cat([activation(*part) for part in parts], dim=-1)
 
     def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
 
 
 def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
-    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), _rows(x, count), strict=True)])
+    others = [None] * count if x is None else _rows(x, count)
+    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), others, strict=True)])
 
 
-def _rows(x: Tensor | None, count: int) -> list[Tensor | None]:
+def _rows(x: Tensor, count: int) -> list[Tensor]:
     """Return the rows `[B T / P, H]` of each piece of x `[B, T, H]`."""
-    return [None] * count if x is None else [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
+    return [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
+
+
+def length_of_piece(x: Tensor, count: int) -> int:
+    """Return the positions of each of `count` pieces of x `[B, T, H]`."""
+    return x.shape[1] // count
 
 
 def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
@@ -74,7 +89,7 @@ PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)) and s
 def _whole(share: Share, *given: Any) -> Tensor:
     """Return the sum over the pieces of all ranks of what `PIECE_SUMS` returns, `[kinds, H]`."""
     dy, x, *rest = given
-    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.count, *rest)).unbind())
+    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.number, *rest)).unbind())
 
 
 class _Shifted(torch.autograd.Function):

@@ -10,7 +10,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
 from dtgpt.ops.optim.fixed_point import exact_sum, squares_of_rows
 from dtgpt.parallel.exact_sums.sums import ExactSums
-from dtgpt.parallel.exact_tp.config import values_of
+from dtgpt.parallel.exact_tp.config import pieces_of_size, values_of
 from dtgpt.parallel.mesh import Mesh
 
 
@@ -21,8 +21,7 @@ class PiecewiseSums(ExactSums):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self._count = values_of(settings).pieces // settings.plan.tp
-        self._cut_rows = set[nn.Parameter]()  # whose rows tensor parallelism may cut
+        self._count = dict[nn.Parameter, int]()  # pieces of this rank, of those whose rows tensor parallelism may cut
         self._pieces = dict[int, int]()  # of the rows of gradients, by the identity of these
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
@@ -30,12 +29,13 @@ class PiecewiseSums(ExactSums):
         for stage in stages:
             for name, parameter in stage.named_parameters():
                 if role_of(name.rpartition(".")[0], stage.config.roles) is Role.ROW and parameter.dim() > 1:
-                    self._cut_rows.add(parameter)
+                    whole = pieces_of_size(parameter.shape[1], values_of(self.settings).pieces)
+                    self._count[parameter] = whole // mesh.plan.tp
 
     def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
         made = super().gradients(parameters, totals)
         pairs = zip(parameters, made, strict=True)
-        self._pieces = {id(gradient): self._count for p, gradient in pairs if p in self._cut_rows}
+        self._pieces = {id(gradient): self._count[p] for p, gradient in pairs if p in self._count}
         return made
 
     def squares(self, gradients: list[Tensor], shares: Tensor, alone: list[Tensor]) -> Tensor:

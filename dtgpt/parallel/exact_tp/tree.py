@@ -20,7 +20,7 @@ from dtgpt.util.torch_private import all_gather_single
 class Share(NamedTuple):
     """The pieces of a rank: so many, from the first on, of those of all ranks of the group. None: there is one rank."""
 
-    count: int
+    number: int
     first: int = 0
     group: dist.ProcessGroup | None = None
 
@@ -33,10 +33,10 @@ class Share(NamedTuple):
         return cls(count, count * group.rank(), group)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return what belongs to all pieces, `[pieces, ..]`, from what belongs to those of each rank, `[count, ..]`."""
+        """Return what belongs to all pieces, `[pieces, ..]`, from what each rank has of its own, `[number, ..]`."""
         if self.group is None:
             return own
-        whole = own.new_empty(self.group.size() * self.count, *own.shape[1:])
+        whole = own.new_empty(self.group.size() * self.number, *own.shape[1:])
         all_gather_single(whole, own.contiguous(), self.group)
         return whole
 
