@@ -2,6 +2,7 @@
 and messages; and what is refused. `tests/models/moe/test_plans.py` holds its plans against one process."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,17 +15,20 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.inference.open import notes_on
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.layout import axes_of
 from dtgpt.planning.report import describe_mesh
 from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
 from dtgpt.util.errors import UserError
+from dtgpt.util.peers import Process
 from tests.models.moe.test_plans import ADAMW, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
 from tests.support.bodies_dryrun import whole_bytes
 from tests.support.bodies_experts import Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
 from tests.support.families import OURS_WITH_EXPERTS
+from tests.support.gpus import run_on_two_gpus
 from tests.support.one_rank import build_rank, differences
 from tests.support.ranks import pool
 
@@ -75,6 +79,33 @@ def test_gathered_tokens_have_the_bits_of_one_process(name, family, apart):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for key, gradient in whole.dparameters.items():
             assert torch.equal(found.dparameters[key], gradient), key
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_have_the_bits_of_one(tmp_path):
+    run_on_two_gpus(tmp_path, "from tests.parallel.test_expert_parallel import check_two_gpus; check_two_gpus()")
+
+
+def check_two_gpus() -> None:
+    """Hold gathered tokens against one GPU: bits, but those of biases, whose sums are products of all rows."""
+    process = Process.from_environment()
+    start_process_group(torch.device("cuda", process.local_rank), 120.0)
+    for family, dtype, apart in product(
+        ("olmoe", "gpt_oss_moe"), (torch.bfloat16, torch.float32, torch.float16), (False, True)
+    ):
+        config = replace(OURS_WITH_EXPERTS[family], num_experts=16, experts_per_token=4, hidden_size=64)
+        choices = torch.rand(2, 300, 16, generator=torch.Generator().manual_seed(3)).argsort(2)[..., :4]
+        choices[0, :100] = torch.arange(4)
+        found, whole = mixed(config, choices, dtype, apart, "cuda")
+        for one, other in zip(found[:3], whole[:3], strict=True):
+            assert torch.equal(one, other), (family, dtype, apart)
+        for key, gradient in whole.dparameters.items():
+            if key.endswith("bias"):
+                torch.testing.assert_close(found.dparameters[key], gradient, rtol=2e-2, atol=1e-1)
+            else:
+                assert torch.equal(found.dparameters[key], gradient), (family, dtype, apart, key)
+    end_process_group()
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -111,15 +111,17 @@ class Mixed(NamedTuple):
     dparameters: dict[str, Tensor]
 
 
-def mixed(config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool) -> tuple[Mixed, Mixed]:
+def mixed(
+    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu"
+) -> tuple[Mixed, Mixed]:
     """Return what this rank, which holds some experts, makes of its tokens, of which `choices [ranks, N, k]` says the
     experts; and what one process does with all experts: with the tokens of this rank or, unless `apart`, of all."""
     rank, (ranks, tokens, slots) = dist.get_rank(), choices.shape
     own, width = slice(rank * tokens, (rank + 1) * tokens), config.num_experts // ranks
-    generator = torch.Generator().manual_seed(5)
+    generator, choices = torch.Generator().manual_seed(5), choices.to(device)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(device)
 
     x, towards = (drawn(ranks * tokens, config.hidden_size).to(dtype) for _ in range(2))
     weights = drawn(ranks * tokens, slots)
@@ -140,8 +142,15 @@ def mixed(config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: boo
     group = dist.group.WORLD
     assert group is not None
     spread = GatheredExperts(held, Group(ranks, rank, group.group_name), apart)
-    with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
+    if choices.is_cuda:
+        left = [
+            torch.full((size,), torch.nan, device=device) for size in (1 << 16, 1 << 17, 1 << 24) for _ in range(64)
+        ]
+        del left  # what kernels do not write is then NaN
         found = run(held, spread, own)
+    else:
+        with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
+            found = run(held, spread, own)
     alone = run(whole, whole.of_tokens, slice(None))
     first = slice(rank * width, (rank + 1) * width)
     if apart:  # gradients of parameters have an addend for each rank
