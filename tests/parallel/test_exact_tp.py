@@ -11,7 +11,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.parallel.exact_tp import products, rows
+from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
@@ -143,6 +143,27 @@ def test_the_squares_of_rows_that_ranks_share_are_added_in_pieces():
 @pytest.mark.slow(8)
 def test_kernels_sum_the_rows_and_columns_of_pieces():
     run_interpreted("from tests.support.bodies_exact_tp import check_kernels; check_kernels()")
+
+
+@pytest.mark.parametrize(
+    "rows, terms, columns, expected",
+    [
+        (8192, 1024, 4096, (True, True, True, True)),
+        (8192, 4096, 4096, (True, True, True, True)),
+        (4096, 4096, 512, (False, False, True, False)),  # cuBLAS may split its sums
+        (8192, 1024, 768, (False, False, False, False)),  # pieces begin at other alignments
+    ],
+)
+def test_all_plans_take_the_same_kernels(rows, terms, columns, expected):
+    """What serves a part of the pieces is what serves all of them."""
+    empty = partial(torch.empty, device="meta")
+    with mock.patch.multiple(serve, _many_rows=lambda x: True, has_triton=lambda x: True):
+        for ranks in (1, 2, 4, 8):
+            own, count, x = columns // ranks, 8 // ranks, empty(rows, terms)
+            forward = serve._in_one_chain(x, empty(own, terms), None, count, False)
+            backward = serve._in_one_chain(x, empty(terms, own), None, count, True)
+            gradient = serve._aligned(empty(rows, own), x, count, False)
+            assert (forward, backward, gradient, serve._column_tiles(empty(rows, own), count)) == expected
 
 
 REFUSED = [
