@@ -18,8 +18,10 @@ from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.table import _Rows
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+from dtgpt.planning.traffic import collectives_of
 from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
+from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_of_steps
 from tests.support.bodies_exact_tp import FAULTS, bits_with_fault
 from tests.support.families import OURS
@@ -164,6 +166,31 @@ def test_all_plans_take_the_same_kernels(rows, terms, columns, expected):
             backward = serve._in_one_chain(x, empty(terms, own), None, count, True)
             gradient = serve._aligned(empty(rows, own), x, count, False)
             assert (forward, backward, gradient, serve._column_tiles(empty(rows, own), count)) == expected
+
+
+AGAIN = {"recompute": "full"}
+SENT = {  # processes: (model, plan, further changes of the recipe)
+    2: [(GPT2, "tp2", {}), (GPT2, "tp2_sp", {}), (LLAMA, "tp2_sp", AGAIN), (GPT2, "tp2_sp", {"precision": "bf16"})],
+    4: [
+        *((GPT2, plan, {}) for plan in ("tp4", "tp4_sp", "tp2_sp_pp2")),
+        *((LLAMA, plan, AGAIN) for plan in ("tp4", "tp4_sp")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("world", SENT)
+def test_the_planned_messages_are_those_that_are_sent(exact, world):
+    check_messages([replace(exact, model=model, plan=plan, **more) for model, plan, more in SENT[world]], world)
+
+
+def test_the_planned_bytes_are_those_of_the_sums_of_pieces(exact):
+    """Of a loss, three terms of each row and piece; of norms, two vectors of each piece; of biases, one."""
+    settings = replace(exact, plan="tp2_sp").settings(parse_plan("tp2_sp").for_world(2), torch.device("cpu"))
+    found = {c.what.split()[0]: c for c in collectives_of(settings, 0) if c.kind == "all-gather" and c.over == "tp"}
+    passes, rows, hidden = 4, 2 * 16, 32
+    assert found["loss:"].bytes == passes * 12 * 8 * rows
+    assert found["gradients"].bytes == passes * 4 * 8 * hidden * (2 * 5 + 4)
 
 
 REFUSED = [
