@@ -11,7 +11,7 @@ from dtgpt.parallel.exact_tp.config import pieces_of_size, values_of
 from dtgpt.planning.sums import Collective, ExactCosts, Parameters
 from dtgpt.posttrain.demands import rows_of
 
-SUMMED = Role.NORM, Role.ROW  # whose vectors' gradients are gathered by piece, and are whole on each rank
+SUMMED = Role.NORM, Role.HEAD_NORM, Role.ROW  # whose vectors' gradients are gathered by piece, and whole on each rank
 
 
 class PiecewiseCosts(ExactCosts):
@@ -24,7 +24,7 @@ class PiecewiseCosts(ExactCosts):
         loss, *others = found
         looked_up = self.settings.micro_batches * rank.place.holds_first
         others = [made for c in others for made in self._in_trees(c, looked_up)]
-        return [self._loss(loss, rank), *others, self._vectors(rank)]
+        return [self._loss(loss, rank), *others, self._vectors(rank), self._heads(rank)]
 
     def _pieces(self, size: int) -> int:
         return pieces_of_size(size, values_of(self.settings).pieces)
@@ -58,7 +58,7 @@ class PiecewiseCosts(ExactCosts):
         """Return the sums over the rows of each piece of the positions, for norms and the biases of branches, where
         ranks have parts of them."""
         settings = self.settings
-        own = [p for p in rank.parameters if p.role in SUMMED and len(p.shape) == 1]
+        own = [p for p in rank.parameters if len(p.shape) == 1]
         norms = [p for p in own if p.role is Role.NORM and p.name.endswith(".weight")]
         biases = [p for p in own if p.role is Role.ROW]
         passes = settings.micro_batches * settings.plan.sequence_parallel
@@ -66,3 +66,12 @@ class PiecewiseCosts(ExactCosts):
         size = 4 * passes * self._pieces(settings.local_length) * numbers
         what = "gradients of norms and biases of each piece, fp32"
         return Collective("all-gather", "tp", what, passes * len([*norms, *biases]), size)
+
+    def _heads(self, rank: Any) -> Collective:
+        """Return the sums over each piece of the heads, for the norms of these: one of queries and one of keys."""
+        settings, config = self.settings, self.settings.model
+        norms = [p for p in rank.parameters if p.role is Role.HEAD_NORM]
+        pieces = sum(map(self._pieces, (config.num_heads, config.num_kv_heads))) if norms else 0
+        count = settings.micro_batches * len(norms)
+        size = 4 * settings.micro_batches * pieces * sum(p.shape[0] for p in norms)  # of two vectors, and half of them
+        return Collective("all-gather", "tp", "gradients of norms of heads of each piece, fp32", count, size)
