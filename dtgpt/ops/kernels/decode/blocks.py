@@ -85,8 +85,8 @@ def choose_groups(rows: int, columns: int, groups: int, processors: int) -> Tile
 
 
 def choose_chain(rows: int, columns: int, size: int, itemsize: int, processors: int) -> Tile:
-    """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all. That of
-    fp32, which routers of experts ask for with many rows, is measured by `benchmarks/op_experts.py --cases router`."""
+    """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all. In
+    fp32 routers of experts have many rows: `benchmarks/op_experts.py --cases router` measures their tiles."""
     if itemsize == 4 and rows <= 16:
         return Tile(16, 32, 32, 4, 3)
     if itemsize == 4:
