@@ -22,8 +22,9 @@ from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
-from tests.models.moe.test_plans import ADAMW, MANY, SHAPE
+from tests.models.moe.test_plans import ADAMW, BALANCES, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
+from tests.support.bodies_balance import balanced_steps, check_same
 from tests.support.bodies_dryrun import whole_bytes
 from tests.support.bodies_experts import Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
@@ -54,6 +55,15 @@ def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_
             torch.testing.assert_close(ranks[0].gradients[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
         assert max(rows for r in ranks[1::2] for rows in r.rows) == 0
         assert sum(sum(r.rows) for r in ranks) >= sum(whole.rows)
+
+
+@pytest.mark.slow(6)
+def test_eight_processes_follow_one(moe):
+    """Experts over two replicas, each cut over two tp ranks, in two stages: `dp2_ep2_tp2_pp2`."""
+    recipe = replace(moe, model=MANY, balance=BALANCES["batch"])
+    ranks = pool().run(8, balanced_steps, replace(recipe, plan="dp2_ep2_tp2_pp2"), True)
+    check_same(ranks[0], balanced_steps(replace(recipe, plan="single", micro_batch_size=8)))
+    assert [rank.held[0] for rank in ranks] == [rank.planned[0] for rank in ranks]
 
 
 CHOICES = {  # ranks, experts, slots: the experts of each token
