@@ -17,6 +17,7 @@ from dtgpt.ops.experts.products import grouped_reference, outer_op
 from dtgpt.ops.experts.routing import Choice, Routing
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
 from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
+from dtgpt.posttrain.lora.adapters import Adapter, attach
 from dtgpt.train.setup import open_trainer
 
 
@@ -112,7 +113,7 @@ class Mixed(NamedTuple):
 
 
 def mixed(
-    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu"
+    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu", adapted: bool = False
 ) -> tuple[Mixed, Mixed]:
     """Return what this rank, which holds some experts, makes of its tokens, of which `choices [ranks, N, k]` says the
     experts; and what one process does with all experts: with the tokens of this rank or, unless `apart`, of all."""
@@ -128,6 +129,10 @@ def mixed(
     whole = mixture.Experts(config).to(dtype)
     held = mixture.Experts(replace(config, num_experts=width)).to(dtype)
     held.count = config.num_experts
+    for stack in (*whole.children(), *held.children()) if adapted else ():
+        count, rows, columns = stack.get_parameter("weight").shape
+        a, b = torch.empty(count, 3, columns, dtype=dtype), torch.empty(count, rows, 3, dtype=dtype)
+        attach(stack, Adapter(a, b, torch.zeros(rows, dtype=torch.int64), 1, 2.5))
     for full, part in zip(whole.parameters(), held.parameters(), strict=True):
         full.data = drawn(*full.shape).to(dtype)
         part.data = full.data[rank * width : (rank + 1) * width].clone()
