@@ -95,6 +95,19 @@ class SearchedRows(Protocol):
         over. rows: that of each choice in the results of a step, after all rules. Return the updates."""
 
 
+class Guide(Protocol):
+    """Which ids may come next in a sequence, as the host knows when it has seen the ids before: what a capability
+    adds."""
+
+    ended: bool  # whether the text is complete, and nothing may come
+
+    def allowed(self) -> Tensor:
+        """Return int32 `[W]` on the CPU: bit i % 32 of word i // 32 says whether id i may come next."""
+
+    def take(self, token: int) -> bool:
+        """Take the next id. Return False where it is none of these: rules have banned all of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
     """How sequences go on from a prompt, where they end, and what is returned of them."""
@@ -177,6 +190,15 @@ class BaseOptions:
     def bans_all(self, special: SpecialIds, prompt: list[int], new: list[int], token: int, logprob: float) -> bool:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
         return token == 0 and logprob == -math.inf
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the host says before each step which ids may come."""
+        return False
+
+    def guide(self, job: Any, tokenizer: Any) -> Guide | None:
+        """Return what guides a sequence of a `PromptJob`; None where nothing does. Raise UserError where it cannot."""
+        return None
 
     @property
     def reads_text(self) -> bool:

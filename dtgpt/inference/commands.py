@@ -53,6 +53,11 @@ def decode(step: Step, slots: Sequence[int], steps: int, variant: Sequence[Any])
     return step.decode(slots, steps, Variant(*variant))
 
 
+def allow(step: Step, slots: Sequence[int], words: Tensor | list[list[int]]) -> None:
+    """Let the next token of each slot be one of the ids whose bits are set in its row of `words`."""
+    step.cache.state.allow(slots, torch.as_tensor(words, dtype=torch.int32), step.vocab_size)
+
+
 def ping(step: Step) -> None:
     """Wait for all ranks: sending alone tells nothing of a rank that hangs."""
     if step.mesh.commands is not None:
@@ -67,7 +72,7 @@ def release(step: Step) -> None:
 @cache
 def known_commands() -> tuple[Callable[..., Any], ...]:
     """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
-    return read, begin, copy, decode, ping, release, *seams.listed("rank_commands")
+    return read, begin, copy, decode, allow, ping, release, *seams.listed("rank_commands")
 
 
 def _plain(value: Any) -> Any:

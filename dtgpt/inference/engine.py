@@ -30,7 +30,7 @@ from dtgpt.inference.request import (
     variant_of,
 )
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
-from dtgpt.inference.sequence import ActiveJob
+from dtgpt.inference.sequence import ActiveJob, ActiveSequence
 from dtgpt.inference.step import Pending, Step, step_kind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -142,6 +142,7 @@ class Engine:
             new_tokens=job.options.max_new_tokens,
             searches=job.options.search is not None,
             client=job.client,
+            waits=job.options.is_guided,
         )
         return number
 
@@ -252,6 +253,7 @@ class Engine:
                 others = []  # a search begins with one row
             payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice=0)
             self.command(commands.begin, source, payload)
+            self._guide([(source, active.sequences[0])])  # the same for all choices
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
@@ -292,6 +294,7 @@ class Engine:
                     count = active.job.options.top_logprobs
                     likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
                     updates += self._extend(active, row.choice, tokens[index], logprobs[index], likeliest)
+            self._go_on(work.rows)
         if launched.candidates is not None:
             results = launched.candidates.wait()
             for number in dict.fromkeys(row.request for row in work.searched):
@@ -300,6 +303,20 @@ class Engine:
                     own = {row.choice: index for index, row in enumerate(work.searched) if row.request == number}
                     updates += active.search.advance(self, active, own, results)
         return updates
+
+    def _go_on(self, rows: Sequence[Row]) -> None:
+        """Let those of the rows that are guided, and have not ended, take a further step."""
+        live = [(row, self._active[row.request].sequences[row.choice]) for row in rows if row.request in self._active]
+        guided = [(row, one) for row, one in live if one.guide is not None and one.finish is None]
+        self._guide([(row.slot, one) for row, one in guided])
+        for row, _ in guided:
+            self.scheduler.go_on(row.request, [row.choice])
+
+    def _guide(self, rows: Sequence[tuple[int, ActiveSequence]]) -> None:
+        """Tell all ranks which ids may come next in slots whose sequences are guided."""
+        words = {slot: one.guide.allowed() for slot, one in rows if one.guide is not None}
+        if words:
+            self.command(commands.allow, list(words), torch.stack(list(words.values())))
 
     def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
         """Take the scores of the prompt, if any. Return the ends of choices that want no tokens."""
@@ -317,6 +334,7 @@ class Engine:
         new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
         if finish == NOT_FINITE:
             return self.end_all(active, NOT_FINITE)
+        new, finish = active.sequences[choice].guided(tokens, new, finish)
         update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
         if update.finish:
             self.scheduler.finish(active.number, choice)

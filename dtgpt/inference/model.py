@@ -121,6 +121,7 @@ class Model:
             )
         if options.prompt_logprobs:
             prompt_scorer()  # or raises where there is none
+        options.guide(job, self.known_tokenizer)  # or raises where it cannot be
         if options.reads_text and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 

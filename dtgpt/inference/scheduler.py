@@ -62,6 +62,7 @@ class _Job:
     new_tokens: int
     choices: int
     searches: bool  # whether the host chooses after each step how the choices go on
+    waits: bool  # whether each step waits for what the host knows after the last one
     client: str
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
     done: int = 0  # tokens prefilled
@@ -74,6 +75,7 @@ class _Running:
     row: Row
     left: int  # decode steps that are not launched yet
     searches: bool  # whether the host chooses after each step how it goes on
+    waits: bool  # whether each step waits for what the host knows after the last one
     client: str
 
 
@@ -99,22 +101,30 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._running)
 
     def add(
-        self, request: int, prefill: int, choices: int, new_tokens: int, searches: bool = False, client: str = ""
+        self,
+        request: int,
+        prefill: int,
+        choices: int,
+        new_tokens: int,
+        searches: bool = False,
+        client: str = "",
+        waits: bool = False,
     ) -> None:
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
         are not fed to a decode step. `searches`: the host searches with these rows. The first step has the first row
-        alone; each further step waits for `go_on`. `client`: who shares the slots fairly with others."""
+        alone. `waits`: each step but the first waits for `go_on`, as those of a search do. `client`: who shares the slots
+        fairly with others."""
         # Clients come and go for days: of many, only those with a request are remembered.
         if len(self._tokens) > MOST_CLIENTS:
             at_work = {job.client for job in self._prefilling} | {row.client for row in self._running.values()}
             self._tokens = {name: self._tokens[name] for name in at_work | self._waiting.keys()}
         if client not in self._waiting:  # who did not wait has no claim to what others used meanwhile
             self._tokens[client] = max(self._fewest, self._tokens.get(client, 0))
-        job = _Job(request, prefill, new_tokens, choices, searches, client)
+        job = _Job(request, prefill, new_tokens, choices, searches, waits or searches, client)
         self._waiting.setdefault(client, deque()).append(job)
 
     def go_on(self, request: int, choices: list[int]) -> None:
-        """Let these rows of a search take the next step."""
+        """Let these rows, whose steps wait, take the next one."""
         for choice in choices:
             self._running[request, choice].left = 1
 
@@ -139,13 +149,13 @@ class Scheduler:
         ready = [running for running in self._running.values() if running.left]
         searched = [running for running in ready if running.searches]
         others = [running for running in ready if not running.searches]
-        # Long rounds would delay prompts that are being read, and each step of a search. A request that waits for
+        # Long rounds would delay prompts that are being read, and each step that waits. A request that waits for
         # a slot does not shorten rounds: nothing ends earlier for it, and a full server would send every token alone.
-        searching = any(running.searches for running in self._running.values())
-        at_once = starts or self._prefilling or searching
+        waiting = any(running.waits for running in self._running.values())
+        at_once = starts or self._prefilling or waiting
         steps = min(1 if at_once else self._longest_round, max((running.left for running in others), default=0))
         for running in ready:
-            new = 1 if running.searches else min(steps, running.left)
+            new = 1 if running.waits else min(steps, running.left)
             running.left -= new
             self._tokens[running.client] += new
         if not (chunks or starts or ready):
@@ -171,7 +181,7 @@ class Scheduler:
         so that sequences which decode wait for no more than that. Where a prompt is cut does not depend on other
         requests."""
         chunks: list[PromptChunk] = []
-        decoding = any(running.left or running.searches for running in self._running.values())
+        decoding = any(running.left or running.waits for running in self._running.values())
         budget = self._chunk if decoding else self._idle_tokens
         self._prefilling.sort(key=lambda job: self._tokens[job.client])
         for job in self._prefilling:
@@ -192,6 +202,7 @@ class Scheduler:
             starts.append(Start(job.request, job.slots))
             for choice, slot in enumerate(job.slots):
                 row = Row(job.request, choice, slot)
-                left = int(slot == job.slots[0]) if job.searches else job.new_tokens
-                self._running[row[:2]] = _Running(row, left, job.searches, job.client)
+                begins = slot == job.slots[0] or not job.searches
+                left = int(begins) if job.waits else job.new_tokens
+                self._running[row[:2]] = _Running(row, left, job.searches, job.waits, job.client)
         return starts

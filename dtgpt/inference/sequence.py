@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.base_options import SearchedRows
+from dtgpt.inference.base_options import Guide, SearchedRows
 from dtgpt.inference.prompts import TextStream, text_stream
 from dtgpt.inference.request import Alternatives, Completion, PromptJob, Score, SequenceUpdate
 
@@ -39,6 +39,7 @@ class ActiveSequence:
         self._ends = job.special.ends
         self._stream = text_stream(tokenizer, job.ids) if tokenizer else None
         self._end: TextEnd | None = job.options.text_end(job)
+        self.guide: Guide | None = job.options.guide(job, tokenizer)
 
     def take(self, ids: list[int], finish: str | None) -> tuple[str, int]:
         """Return the new text of ids, and how many of them belong to the sequence. finish: the reason of its end by the
@@ -51,6 +52,16 @@ class ActiveSequence:
         self.finish = "stop" if self._end is not None and self._end.found else finish
         self._text += text
         return text, taken
+
+    def guided(self, tokens: list[int], new: int, finish: str | None) -> tuple[int, str | None]:
+        """Return how many of `tokens` the guide takes, of the `new` ones that do not end the sequence by themselves,
+        and the reason of its end."""
+        guide = self.guide
+        if guide is None or not new or finish == "stop":
+            return new, finish
+        if not guide.take(tokens[0]):  # rules have banned all that may come
+            return 0, "length"
+        return new, "stop" if guide.ended else finish
 
     def _read(self, stream: TextStream, ids: list[int], finish: str | None, whole: int) -> tuple[str, int]:
         if self._end is None:

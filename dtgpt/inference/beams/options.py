@@ -7,7 +7,7 @@ from dtgpt.inference.base_options import MOST_SEQUENCES, BaseOptions, declared
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
-WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs", "repetition_penalty"
+WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs", "repetition_penalty", "json_schema"
 
 
 @dataclass(frozen=True, kw_only=True)
