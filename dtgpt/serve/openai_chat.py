@@ -70,6 +70,7 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     end = text_of(service.model.known_tokenizer, chat.ids[-END:])
     # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
     thinks = end.rstrip().endswith(THOUGHT_BEGIN) or (begun and ends_within(chat.last))
+    one_call = one_call or isinstance(body.get(CHOICE), dict)  # of the tool that is named
     grammar = grammar_of(chat.template, schema, chat.calls, one_call)
     if grammar:
         grammar |= free_text(chat.template, end, thinks, begun)

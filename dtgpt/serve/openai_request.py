@@ -172,8 +172,8 @@ def _job(
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code=TOO_LONG)
-    job = PromptJob(prompt.ids, _options(keys, new, seed, served.vocab_size), index, stops=stops)
     try:
+        job = PromptJob(prompt.ids, _options(keys, new, seed, served.vocab_size), index, stops=stops)
         served.check(job)
     except UserError as error:
         raise _renamed(error) from None
