@@ -112,8 +112,8 @@ class Scheduler:
     ) -> None:
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
         are not fed to a decode step. `searches`: the host searches with these rows. The first step has the first row
-        alone. `waits`: each step but the first waits for `go_on`, as those of a search do. `client`: who shares the slots
-        fairly with others."""
+        alone. `waits`: each step but the first waits for `go_on`, as those of a search do. `client`: who shares the
+        slots fairly with others."""
         # Clients come and go for days: of many, only those with a request are remembered.
         if len(self._tokens) > MOST_CLIENTS:
             at_work = {job.client for job in self._prefilling} | {row.client for row in self._running.values()}

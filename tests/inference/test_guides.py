@@ -77,8 +77,8 @@ def test_neither_a_guided_text_nor_one_beside_it_changes_in_company(expected, sl
         found = fields_of(drain(engine))
         for number, wanted in zip(numbers, [*expected, *expected[: len(GUIDED)]], strict=True):
             assert told(found[number]) == told(wanted)
-            for one, alone in zip(found[number], wanted, strict=True):
-                torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(alone[1]), atol=1e-4, rtol=1e-4)
+            for one, other in zip(found[number], wanted, strict=True):
+                torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(other[1]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("plan, world", [("tp2_pp2", 4), ("pp2", 2)])

@@ -195,5 +195,5 @@ def test_a_form_that_cannot_be_kept_to_is_a_sentence(client, given, wrong):
 
 
 def test_other_keys_that_a_schema_does_not_go_with_are_a_sentence(client):
-    with pytest.raises(openai.BadRequestError, match="json_schema ends a text .* leave min_tokens out"):
+    with pytest.raises(openai.BadRequestError, match=r"json_schema ends a text .* leave min_tokens out"):
         create(client, response_format=FORMAT, extra_body={"min_tokens": 3})

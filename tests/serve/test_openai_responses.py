@@ -90,7 +90,7 @@ def test_a_response_is_parsed(client):
     class Few(BaseModel):
         numbers: list[bool] = Field(max_length=2)
 
-    (think,) = client.post("/../tokenize", body={"prompt": "<think>"}, cast_to=object)["tokens"]
+    *_, think = client.post("/../tokenize", body={"prompt": "<think>"}, cast_to=object)["tokens"]
     more = {"seed": 1, "logit_bias": {str(think): -100}}
     parsed = client.responses.parse(model="tiny", input="Hello", text_format=Few, extra_body=more)
     assert isinstance(parsed.output_parsed, Few) and parsed.status == "completed"

@@ -3,11 +3,11 @@
 A draw such as `torch.multinomial` takes from a generator's state, so that a text would depend on which other sequences
 are in its batch.
 
-The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; repetition
-penalty; logit bias; frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the ids that
-the host allows; the likeliest id if temperature is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, min-p, and a draw
-by the Gumbel-max trick. Its noise is a pure function of (key, position, id). The smallest id wins among equals. If
-every id is banned, id 0 is chosen.
+The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; repetition penalty;
+logit bias; frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the ids that the
+host allows; the likeliest id if temperature is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p,
+min-p, and a draw by the Gumbel-max trick. Its noise is a pure function of (key, position, id). The smallest id wins
+among equals. If every id is banned, id 0 is chosen.
 
 What is here runs where Triton does not, and is the oracle of the kernels. The result of a row depends on that row
 alone, bit for bit: sums over the vocabulary are those of `log_softmax` and `softmax`, whose order is fixed by its size,
