@@ -129,12 +129,9 @@ class ResponseAnswer(ChatAnswer):
 
     def _begin(self) -> bytes:
         response, item = self._response(None) | {"output": []}, self._item()
-        return b"".join([
-            self._send("created", response=response),
-            self._send("in_progress", response=response),
-            self._send("output_item.added", item=item | {"content": []}, output_index=0),
-            self._send("content_part.added", part=item["content"][0], **self._place()),
-        ])  # fmt: skip
+        begin = self._send("created", response=response) + self._send("in_progress", response=response)
+        begin += self._send("output_item.added", item=item | {"content": []}, output_index=0)
+        return begin + self._send("content_part.added", part=item["content"][0], **self._place())
 
     def _take(self, said: dict[str, Any], finish: str | None) -> None:
         for name in self._parts:

@@ -12,13 +12,15 @@ STEP = 5
 
 
 class Countdown:
-    """Token t of a text is t modulo STEP, from the first one on; the text is complete behind `length` of them."""
+    """Token t of a text is t modulo STEP, and at least `first`; the text is complete behind `length` of them."""
 
-    def __init__(self, vocab_size: int, length: int):
-        self._size, self._length, self._taken, self.ended = vocab_size, length, 0, False
+    def __init__(self, vocab_size: int, length: int, first: int):
+        self._size, self._length, self._first = vocab_size, length, first
+        self._taken, self.ended = 0, False
 
     def allowed(self) -> Tensor:
-        bits = torch.arange(-(-self._size // 32) * 32) % STEP == self._taken % STEP
+        ids = torch.arange(-(-self._size // 32) * 32)
+        bits = (ids % STEP == self._taken % STEP) & (ids >= self._first)
         words = (bits.view(-1, 32).long() << torch.arange(32)).sum(1)
         return words.to(torch.int32)  # the last bit is the sign
 
@@ -33,6 +35,7 @@ class Countdown:
 class GuidedOptions(Options):
     guided_length: int = 6
     guided_vocabulary: int = 131
+    guided_first: int = 0
 
     @property
     def is_guided(self) -> bool:
@@ -43,4 +46,4 @@ class GuidedOptions(Options):
         return super().variant._replace(masks=True)
 
     def guide(self, job, tokenizer) -> Countdown:
-        return Countdown(self.guided_vocabulary, self.guided_length)
+        return Countdown(self.guided_vocabulary, self.guided_length, self.guided_first)
