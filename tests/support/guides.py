@@ -25,7 +25,7 @@ class Countdown:
         return words.to(torch.int32)  # the last bit is the sign
 
     def take(self, token: int) -> bool:
-        fits = token % STEP == self._taken % STEP
+        fits = token >= self._first and token % STEP == self._taken % STEP
         self._taken += 1
         self.ended = self._taken == self._length
         return fits
