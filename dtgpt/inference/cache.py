@@ -192,7 +192,7 @@ class SlotState:
             self.allowed = torch.full((len(self.token), width), ALL, dtype=torch.int32, device=self.device)
         fitted = torch.zeros(len(words), width, dtype=torch.int32)
         fitted[:, : words.shape[1]] = words[:, :width]
-        self.allowed[self.rows(slots)] = to_device(fitted, self.device)
+        self.allowed[self.rows([slots])[0]] = to_device(fitted, self.device)
 
     def record(self, slots: Tensor, tokens: Tensor) -> None:
         """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the

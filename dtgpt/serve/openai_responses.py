@@ -17,7 +17,7 @@ from dtgpt.serve.service import Service
 from dtgpt.util.errors import shown
 
 RENAMED = {"max_output_tokens": "max_completion_tokens"}
-NEUTRAL = {  # keys of responses alone, and what changes nothing there
+NEUTRAL: dict[str, Any] = {  # keys of responses alone, and what changes nothing there
     "previous_response_id": None,
     "conversation": None,
     "background": False,
