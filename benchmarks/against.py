@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import peak_flops
+from dtgpt.util.machine.machine import peak_flops
 
 
 class Peer:
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace, overrides: list[str], make_peers: MakePeer
         found = {}
         for name, rounds, loss in zip(steps, times, losses, strict=True):
             seconds = statistics.median(t for times in rounds for t in times)
-            mfu = recipe.model.flops_per_token(recipe.sample_length) * tokens / seconds / peak if peak else None
+            mfu = flops_per_token(recipe.model, recipe.sample_length) * tokens / seconds / peak if peak else None
             found[name] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": mfu, "loss": loss}
             found[name]["rounds"] = [statistics.median(times) for times in rounds]
         if args.energy:

@@ -7,9 +7,10 @@
     python benchmarks/decode.py --model llama32_1b --length 2048 --batches 1 --peers dtgpt gpt_fast --gpt-fast CHECKOUT
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
-Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
-weights that a step multiplies and of the keys and values at these positions, over the rate of a large copy, which is
-measured in the same run.
+Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. Of a mixture of experts the
+tokens are drawn, since equal sequences would choose equal experts. The bound is the bytes of the weights that a step
+multiplies and of the keys and values at these positions, over the rate of a large copy, which is measured in the same
+run.
 Peers take turns; the figures are medians.
 """
 
@@ -38,6 +39,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.cache_sizes import bytes_per_slot
 from dtgpt.parallel.inference import inference_stages
@@ -88,12 +90,13 @@ def make_engine(args: argparse.Namespace, device: torch.device, exact: bool = Fa
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
     config, dtype = args.config, DTYPES[args.dtype]
+    drawn = {"temperature": 1.0 if isinstance(config, ExpertsConfig) else 0.0}
     makers: dict[str, Callable[[], Peer]] = {
-        "dtgpt": partial(EnginePeer, engine),
-        "exact": lambda: EnginePeer(make_engine(args, device, exact=True)),
+        "dtgpt": partial(EnginePeer, engine, **drawn),
+        "exact": lambda: EnginePeer(make_engine(args, device, exact=True), **drawn),
         "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
-        "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True),
-        "hf_eager": partial(TransformersPeer, config, device, dtype, static=False),
+        "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True, **drawn),
+        "hf_eager": partial(TransformersPeer, config, device, dtype, static=False, **drawn),
         "gpt_fast": partial(GptFastPeer, args.gpt_fast, config, device, dtype),
     }
     return {name: makers[name]() for name in PEERS if name in args.peers}

@@ -49,11 +49,11 @@ class Peer(ABC):
 class EnginePeer(Peer):
     """dtgpt's engine, as a server drives it: scheduler, rounds, and results read on the host."""
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, temperature: float = 0.0):
+        self.engine, self.temperature = engine, temperature
 
     def step_time(self) -> float:
-        sampling = Options(temperature=0.0, max_new_tokens=LEAD + self.tokens, ends=False)
+        sampling = Options(temperature=self.temperature, max_new_tokens=LEAD + self.tokens, ends=False)
         # Choices of prompts that arrive together begin together, so that all rows are at the same position.
         for begin in range(0, self.batch, MOST_SEQUENCES):
             choices = min(MOST_SEQUENCES, self.batch - begin)
@@ -72,13 +72,13 @@ class EnginePeer(Peer):
 class TransformersPeer(Peer):
     """`generate` of transformers, with the cache that it makes by default or a static one that makes it compile."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, static: bool):
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, static: bool, temperature: float):
         from transformers import CompileConfig
 
         self.device = device
         with device:
             self.model = transformers_model(config).to(dtype).eval()  # random weights, distributed as dtgpt's
-        self.options: dict = {"do_sample": False, "pad_token_id": 0}
+        self.options: dict = {"do_sample": temperature > 0, "pad_token_id": 0}
         if static:
             self.options["cache_implementation"] = "static"
             if device.type == "cuda":

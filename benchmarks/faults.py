@@ -406,8 +406,8 @@ FAULTS = [
     Fault(
         "experts: the gradient of a router is lost while the loss is right",
         "dtgpt/ops/experts/rows.py",
-        "return dy, torch.stack(list(products), 1).to(weights.dtype)",
-        "return dy, 0 * torch.stack(list(products), 1).to(weights.dtype)",
+        "torch.stack(list(products), 1)).to(weights.dtype)",
+        "0 * torch.stack(list(products), 1)).to(weights.dtype)",
     ),
     Fault(
         "experts: weights that are corrected for the choice are corrected, too",
@@ -425,8 +425,8 @@ FAULTS = [
     Fault(
         "experts: gradients of rows are added in the order of experts",
         "dtgpt/ops/experts/rows.py",
-        "return _sum_rows(grad.contiguous(), places), None",
-        "return _sum_rows(grad.contiguous(), places.sort(-1).values), None",
+        "return sum_of_rows(grad.contiguous(), places), None",
+        "return sum_of_rows(grad.contiguous(), places.sort(-1).values), None",
     ),
     Fault(
         "experts: an expert has the first row of the next one",

@@ -33,11 +33,13 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import named_kind, of_kind
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import environment, peak_flops, peak_memory
+from dtgpt.util.hardware import environment, peak_memory
+from dtgpt.util.machine.machine import peak_flops
 from dtgpt.util.peers import VARIABLES
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -174,7 +176,7 @@ def result(name: str, recipe: Recipe, training: Trainer, measured: dict[str, flo
     return measured | {
         "plan": name, "gpus": plan.world, "batch": [plan.dp, settings.micro_batches, settings.micro_batch_size],
         "tokens_per_second": rate, "per_gpu": rate / plan.world,
-        "mfu": config.flops_per_token(config.seq_length) * rate / plan.world / peak if peak and known else None,
+        "mfu": flops_per_token(config, config.seq_length) * rate / plan.world / peak if peak and known else None,
         "over_floor": measured["step"] / bound if bound else None,
         "rounds": [statistics.median(times) for times in rounds], "dtype": str(settings.dtype),
         "environment": environment(device), "recipe": asdict(recipe),

@@ -30,9 +30,10 @@ from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.start import checked
-from dtgpt.util.console import counted, hanging, say, terminal_width
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
+from dtgpt.util.shared.words import hanging, terminal_width
 
 REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes

@@ -26,8 +26,8 @@ from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, LossWeights, Output
 from dtgpt.models.shared.coupled import CoupledLoss, OutputLoss, coupled_of
 from dtgpt.ops.loss.cross_entropy import weighted
+from dtgpt.parallel.build import add_trained
 from dtgpt.train.trainer import Trainer
-from dtgpt.util import seams
 from dtgpt.util.shared.environment import usable_cores
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
@@ -64,8 +64,7 @@ def _trace(trainer: Trainer, file: Path, moved: bool, prepare: Callable[[Decoder
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
     if settings.freezes_weights:
-        for add_modules in seams.listed("added_modules"):
-            add_modules(model, settings, trainer.mesh.place, device)
+        add_trained(model, settings, trainer.mesh.place, device)
     model.to(torch.float64).allocate(device)
     values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
     parameters = unique_parameters(model)

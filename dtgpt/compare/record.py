@@ -34,6 +34,7 @@ from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.precision import FP8
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -318,10 +319,10 @@ def take_shared(trainer: Trainer, tracing: Tracing) -> None:
 
 def rounding_of(settings: Settings) -> Rounding:
     """Return how a step rounds otherwise than one process does."""
-    plan = settings.plan
-    if plan.tp > 1 or plan.cp > 1 or plan.splits_backward:
+    plan, sums = settings.plan, choose_sums(settings)
+    if (plan.tp > 1 and not sums.spans_tp) or plan.cp > 1 or plan.splits_backward:
         return "products"
-    if settings.reduce == "exact":
+    if sums.orderless:
         return "none"
     if plan.ep > 1:  # of rows of several ranks
         return "products"

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dtgpt.charts.plot import sparkline
 from dtgpt.compare.history import Run
 from dtgpt.compare.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
-from dtgpt.util.console import counted, hanging, terminal_width
+from dtgpt.util.console import counted
 from dtgpt.util.errors import shown_name
+from dtgpt.util.shared.words import hanging, terminal_width
 
 EXPLANATIONS = {
     "recipe": "what decides the curve",

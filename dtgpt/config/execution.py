@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.sections import Added, OptimizerConfig, Rows, Section, precision_of, section_of
+from dtgpt.config.sections import Added, OptimizerConfig, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend
 from dtgpt.util import seams
@@ -60,25 +60,9 @@ class Settings:
         return any(section.freezes_weights for section in self.sections)
 
     @property
-    def makes_samples(self) -> bool:
-        """Whether training makes its own samples."""
-        return any(section.makes_samples for section in self.sections)
-
-    @property
-    def slots(self) -> int:
-        """Sequences that are generated at the same time, whose keys and values are kept beside training."""
-        return sum(section.slots_for(self.global_batch_size, self.plan) for section in self.sections)
-
-    @property
     def local_length(self) -> int:
         """Tokens of a sample on each context parallel rank."""
         return self.seq_length // self.plan.cp
-
-    @property
-    def rows(self) -> Rows:
-        """The rows of a micro-batch."""
-        found = (section.rows_of(self) for section in self.sections)
-        return next(filter(None, found), None) or Rows(self.micro_batch_size, self.local_length)
 
     @property
     def micro_batches(self) -> int:

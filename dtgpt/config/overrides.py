@@ -14,6 +14,8 @@ import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dtgpt.util import seams
@@ -59,11 +61,13 @@ def read_words(
     '-' and '_' in names are the same. A tuple takes several words; a bool may be given without a value, which means on.
     The last value of a repeated option is used, with a warning.
 
-    free: whether words may belong to no option. aliases: other names of fields. explain: returns a sentence about an
+    free: whether words may belong to no option. aliases: other names of fields, beside those in `aliases` of the
+    configs. explain: returns a sentence about an
     option, or a choice, that does not exist here, by its name and value; None if it has none.
     Raises UserError for unknown names (with the nearest ones), unknown choices and missing values, all at once.
     """
     known = {name: type_ for config in reversed(configs) for name, type_, *_ in leaves(config)}
+    meant = reduce(or_, (dict(getattr(config, "aliases", {})) for config in configs), {}) | dict(aliases or {})
     alone: list[str] = []
     options: Options = {}
     problems: list[str] = []
@@ -71,7 +75,7 @@ def read_words(
     for option, following in _apart(words):
         typed, equals, text = option.removeprefix("--").partition("=")
         name = typed.replace("-", "_")
-        name = (aliases or {}).get(name, name)
+        name = meant.get(name, name)
         kind = known.get(name)
         count = len(following) if kind is None else _number_of_values(kind, following, free)
         values, others = ([text], following) if equals else (following[:count], following[count:])

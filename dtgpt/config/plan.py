@@ -27,6 +27,7 @@ STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is whe
     "ZBVZeroBubble": (2, 2),
 }
 DEGREE = Bounds(1, 1_000_000)
+GPUS_OF_HOST = 8  # that reach each other's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,9 @@ class Plan:
 
     @property
     def asks_host(self) -> bool:
-        """Whether shapes in a step follow from what is computed: then it is neither captured nor compiled."""
-        return self.ep > 1
+        """Whether shapes in a step follow from what is computed: then it is neither captured nor compiled. Rows of
+        experts go to other hosts so; within a host, whose ranks are neighbours, shapes are static."""
+        return self.ep > 1 and self.ep * self.tp > GPUS_OF_HOST
 
     @property
     def narrows_weights(self) -> bool:

@@ -41,7 +41,8 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
     """Return the plan of a name: one of the recipe's `own`, or parts joined by "_". Raises UserError for a part that
     means nothing, with the nearest one."""
     own = own or {}
-    check_own_plans(own)
+    for check in seams.listed("own_plans") if own else ():
+        check(own)
     if name in own:
         return own[name]
     if name == SINGLE:
@@ -53,7 +54,7 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
     said = f"plan={shown(name)}"
     values: dict[str, Any] = {}
     for part in name.split("_"):
-        given = _read_part(part)
+        given = read_part(part)
         if given is None:
             raise UserError(f"{said}: {_what_is_wrong(part, own)}")
         for key, value in given.items():
@@ -64,19 +65,6 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
         return Plan(**values)
     except UserError as error:
         raise UserError(f"{said}: {error}") from None
-
-
-def check_own_plans(own: Mapping[str, Plan]) -> None:
-    """Raise UserError where a recipe's plans are not plans, or take names that mean something else."""
-    if not isinstance(own, Mapping):
-        raise UserError(f"plans={shown(own)} is not a dict; give one such as plans={{'wide': Plan(tp=4)}}")
-    for name, plan in own.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_ -]{1,60}", name):
-            raise UserError(f"plans has the name {shown(name)}; use up to 60 letters, digits, '_', '-' and spaces")
-        if name == SINGLE or all(_read_part(part) is not None for part in name.split("_")):
-            raise UserError(f"plans defines {shown(name)}, which is a standard plan; give it another name")
-        if not isinstance(plan, Plan):
-            raise UserError(f"plans[{shown(name)}] is {shown(plan)}; give a Plan, such as Plan(tp=2)")
 
 
 def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
@@ -94,7 +82,8 @@ def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
     )
 
 
-def _read_part(part: str) -> dict[str, Any] | None:
+def read_part(part: str) -> dict[str, Any] | None:
+    """Return the fields that a part of a name sets; None where it means nothing."""
     for pattern, key in PARTS.items():
         match = re.fullmatch(pattern, part)
         if not match:

@@ -28,7 +28,6 @@ from dtgpt.config.sections import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
-    LossScaleConfig,
     OptimizerConfig,
     Section,
     precision_of,
@@ -93,6 +92,7 @@ class Recipe:
     )
 
     rules: ClassVar[Rules] = RULES
+    aliases: ClassVar[dict[str, str]] = {}  # other names of options, which sections have
 
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig
@@ -123,7 +123,6 @@ class Recipe:
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32"
         + "".join(f"; {name}: {seams.load(part).help}" for name, part in seams.added("precisions").items()),
     ] = "auto"
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     attention: Annotated[
         Backend,
         "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
@@ -141,7 +140,7 @@ class Recipe:
     reduce: Annotated[
         Reduce,
         "sums of gradients, losses and norms: fast, or exact, in 64-bit fixed point, with the same bits for any number "
-        "of replicas, ZeRO level and pipeline",
+        "of replicas, ZeRO level and pipeline; exact_tp: and for any tp, with products in pieces",
     ] = "fast"
     compile: Annotated[
         Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
@@ -372,7 +371,10 @@ class Recipe:
         length = self.num_steps
         if self.counts_samples:
             length = self.train_samples or self.batch_sizes().before(length)
-        found = list(broken(NOTES, self, choice=choice, device=device_type, length=length))
+        tables = [NOTES, *seams.listed("recipe_notes", self)]
+        found = [
+            note for rules in tables for note in broken(rules, self, choice=choice, device=device_type, length=length)
+        ]
         if (added := precision_of(self.precision)) is not None:
             found += added.notes_on(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
         found += self.optimizer.notes(self.model)

@@ -114,11 +114,6 @@ NOTES: Rules = (
         for name, schedule in schedules().items()
     ),
     Rule(
-        "{field}={value} has no effect with precision={precision}: only fp16 has one",
-        Changed("loss_scale.initial", "loss_scale.window", "loss_scale.hysteresis", "loss_scale.minimum"),
-        Is("precision", "!=", "fp16"),
-    ),
-    Rule(
         "{field}={value} has no effect with log.sample_tokens=0",
         Changed("log.sample_interval", "log.prompt", "log.temperature", "log.top_k"),
         Is("log.sample_tokens", "==", 0),

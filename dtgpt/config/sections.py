@@ -1,4 +1,4 @@
-"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints.
+"""Sections of a recipe: data, optimizer, log, checkpoints.
 
 A field is the only place where an option is written down: its annotation has the type, the help text and the bounds,
 from which the command line, `--help`, the checks and recipe.json all follow. Defaults are those with which a run of
@@ -10,7 +10,7 @@ writes only what it changes, and the core has no branch for any of them.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -22,20 +22,11 @@ from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.util import seams
 from dtgpt.util.field_types import PATH, Bounds, Pattern
-from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
+from dtgpt.util.rules import Given, Rule, Rules, check_rules
 
-LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
 POSITIVE = Bounds(above=1e-38)  # below this, fp32 rounds to zero or loses digits
 Z_SCORE = Bounds(0, at_most=11, also=": none of 128 values has a z-score above 11.3")
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
-
-
-class Rows(NamedTuple):
-    """The rows of a micro-batch: samples, or groups of samples that begin with the same tokens."""
-
-    number: int
-    length: int  # tokens of a row on each context parallel rank
-    group: int = 0  # samples of a row, which has once what they begin with; 0: a row is a sample
 
 
 class Section:
@@ -44,11 +35,13 @@ class Section:
     raises UserError, one sentence.
 
     fixed: whether a run goes on with the values that it began with.
+    aliases: other names of options, with dots, and the fields that they mean.
     recipe_rules, plan_rules, new_weights_rules: tables of what the values cannot be: with those of a recipe, by the
     recipe's names; with a `plan`; where a run begins with random weights. The methods check them.
     """
 
     fixed: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = {}
     recipe_rules: ClassVar[Rules] = ()
     plan_rules: ClassVar[Rules] = ()
     new_weights_rules: ClassVar[Rules] = ()
@@ -58,11 +51,6 @@ class Section:
         """Whether the run trains modules that a capability adds, and leaves the model's own weights as they are."""
         return False
 
-    @property
-    def makes_samples(self) -> bool:
-        """Whether the run makes the samples that it trains on."""
-        return False
-
     def check_recipe(self, recipe: Any) -> None:
         """Check the values with each other, and with those of a `dtgpt.config.recipe.Recipe`."""
         check_rules(self.recipe_rules, recipe)
@@ -70,6 +58,11 @@ class Section:
     def check_new_weights(self) -> None:
         """Check whether a run can begin with random weights, or with another library's run."""
         check_rules(self.new_weights_rules, self)
+
+    def changed_beginning(self, begin: Any, resume: Any) -> Any:
+        """Return a `dtgpt.train.start.Beginning` of a run with what the section changes of it. resume: the run or the
+        checkpoint with which the run goes on; None for a new one."""
+        return begin
 
     def check_plan(self, plan: Any) -> None:
         """Check whether a run can have a `dtgpt.config.plan.ResolvedPlan`."""
@@ -81,15 +74,6 @@ class Section:
     def notes_on(self, plan: Any) -> list[str]:
         """Return what a user should know about a valid recipe under a `dtgpt.config.plan.ResolvedPlan`."""
         return []
-
-    def slots_for(self, samples: int, plan: Any) -> int:
-        """Return the sequences that each rank generates at the same time during training, in steps of so many
-        samples."""
-        return 0
-
-    def rows_of(self, settings: Any) -> Rows | None:
-        """Return the rows of a micro-batch, None where each is a sample."""
-        return None
 
 
 Added = TypeVar("Added", bound=Section)
@@ -132,6 +116,7 @@ def with_sections(before: str) -> Callable[[type], type]:
         sections = {name: seams.load(part) for name, part in seams.added("sections").items()}
         for name, kind in sections.items():
             setattr(recipe, name, field(default_factory=kind))
+            recipe.aliases |= {alias: f"{name}.{meant}" for alias, meant in kind.aliases.items()}  # type: ignore
         own = list(recipe.__annotations__.items())
         place = [name for name, _ in own].index(before)
         recipe.__annotations__ = dict([*own[:place], *sections.items(), *own[place:]])
@@ -251,23 +236,6 @@ class OptimizerConfig:
         ranks: how many hold the same blocks; parts: into how many they cut each weight; width: bytes of an element of
         activations."""
         return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
-
-    rules: ClassVar[Rules] = (
-        Rule(
-            "loss_scale.minimum={minimum} is above loss_scale.initial={initial}; lower minimum",
-            Is("minimum", ">", Other("initial")),
-        ),
-    )
-
-    initial: Annotated[float, "initial loss scale", LOSS_SCALE] = 2.0**32
-    window: Annotated[int, "number of steps without overflow before the scale doubles", Bounds(1)] = 1000
-    hysteresis: Annotated[int, "number of overflows before the scale halves", Bounds(1)] = 2
-    minimum: Annotated[float, "smallest loss scale", LOSS_SCALE] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

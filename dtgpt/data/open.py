@@ -110,6 +110,10 @@ class DataFormat:
         """Return whether a `path` of this format may name files although none has its very name."""
         return False
 
+    def is_name(self, path: str) -> bool:
+        """Return whether a `path` is no path, but a name of data of this format."""
+        return False
+
     def check_options(self, data: DataConfig) -> None:
         """Raise UserError for an option of this format that no data can have, whatever the data are."""
 
@@ -123,6 +127,11 @@ class DataFormat:
     def documents(self, path: str, json_key: str) -> Iterator[str] | None:
         """Return the documents of the file `path`, where it holds several in a way that this format reads: the texts
         under `json_key`, where they have keys. Raise UserError where one of them is damaged."""
+        return None
+
+    def named_documents(self, name: str, json_key: str) -> Iterator[str] | None:
+        """Return the documents of data of which `is_name` is true: the texts under `json_key`; None where
+        this format knows no such name. Raise UserError where the data cannot be had."""
         return None
 
     def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes] | None:

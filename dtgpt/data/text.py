@@ -84,6 +84,8 @@ def _embedded() -> Iterator[str]:
 
 def _read_file(path: str, json_key: str) -> Iterator[str]:
     if not os.path.exists(path):  # which, unlike Path.exists, takes names too long for a file
+        if (named := seams.ask("datasets", lambda form: form.named_documents(path, json_key))) is not None:
+            return named
         raise UserError(
             f"data.path={path} does not exist; give a {' or '.join(SUFFIXES)} file, or leave data.path out "
             f"to train on {EMBEDDED}"

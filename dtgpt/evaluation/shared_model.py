@@ -11,6 +11,7 @@ from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.library.load import load
 from dtgpt.inference.library.model import LibraryModel
 from dtgpt.inference.model import Need, need_of
@@ -75,7 +76,7 @@ class SharedModel:
 
         def work(engine: Engine, _: None) -> list[str]:
             texts = []
-            for completions in engine.run(jobs):
+            for completions in run_jobs(engine, jobs):
                 ids = completions[0].ids
                 named = not hidden.isdisjoint(ids)
                 texts.append(

@@ -16,21 +16,22 @@ from huggingface_hub.errors import (
 from dtgpt.util.errors import UserError
 
 # Weights, settings and tokenizers, by the names that dtgpt reads: no pickles, no code, no copies in other formats.
-WANTED = [
-    *("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"),
-    *("*.json", "*.jinja", "merges.txt", "tokenizer.model", "spiece.model", "qwen.tiktoken"),
-]
+WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"]
+TOKENIZERS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "spiece.model", "qwen.tiktoken"]  # and settings
+WANTED = WEIGHTS + TOKENIZERS
 IGNORED = ["*/*"]  # folders
 
 
 @cache  # a run asks several times, and each would ask the Hub whether there is a newer one
-def fetched(repository: str, revision: str | None) -> Path:
-    """Return the folder of a model in the cache. Raises UserError where it is neither there nor at hand."""
+def fetched(repository: str, revision: str | None, weights: bool = True) -> Path:
+    """Return the folder of a model in the cache, without its weights where these are not wanted. Raises UserError where
+    it is neither there nor at hand."""
+    wanted = WANTED if weights else TOKENIZERS
     name = f"hf:{repository}" + (f"@{revision}" if revision else "")
     try:
         folder = Path(
             huggingface_hub.snapshot_download(
-                repository, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED, library_name="dtgpt"
+                repository, revision=revision, allow_patterns=wanted, ignore_patterns=IGNORED, library_name="dtgpt"
             )
         )
     except GatedRepoError:
@@ -51,6 +52,6 @@ def fetched(repository: str, revision: str | None) -> Path:
         ) from None
     except Exception as error:  # its ways through the network raise what they like
         raise UserError(f"{name} could not be fetched ({str(error).partition(chr(10))[0]}); try again") from None
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise UserError(f"{name} has no weights in safetensors, and dtgpt reads no pickles; give a model that has them")
     return folder

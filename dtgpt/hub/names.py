@@ -13,9 +13,9 @@ REPOSITORY = re.compile(rf"({PART}/)?{PART}")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}")
 
 
-def place(name: str) -> Path | None:
-    """Return the folder of a model of the Hub, fetched into the cache where it is not there; None for other names.
-    Raises UserError."""
+def place(name: str, weights: bool = True) -> Path | None:
+    """Return the folder of a model of the Hub, fetched into the cache where it is not there, without its weights where
+    these are not wanted; None for other names. Raises UserError."""
     if not name.startswith(PREFIX):
         return None
     repository, at, revision = name.removeprefix(PREFIX).partition("@")
@@ -24,7 +24,7 @@ def place(name: str) -> Path | None:
     need_library(name)
     from dtgpt.hub.fetch import fetched
 
-    return fetched(repository, revision or None)
+    return fetched(repository, revision or None, weights)
 
 
 def need_library(asked: str) -> None:

@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from dtgpt.ops.sampling.sequences import MOST_STOPS, Variant, pack
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
 
@@ -64,50 +65,6 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
 IDS = Values(check_ids, lambda name, words: [read_number(name, word, int, "50256") for word in words])
 
 
-class Search(Protocol):
-    """How the host searches for the sequences of a request, in place of draws: what a capability adds."""
-
-    @property
-    def rows(self) -> int:
-        """The number of slots that it needs at once."""
-
-    @property
-    def words(self) -> tuple[str, str, str]:
-        """What a row is called in messages, the option that asks for the search, and the one that does not."""
-
-    def validate(self, job: Any, vocab_size: int) -> None:
-        """Raise UserError for a request that cannot be searched like this."""
-
-    def begin(self, job: Any, slots: list[int]) -> "SearchedRows":
-        """Return the search for a request whose first slot has read the prompt."""
-
-
-class SearchedRows(Protocol):
-    """A search on its way. The choices of the request are its rows, in the slots that it was given."""
-
-    @property
-    def alternatives(self) -> int:
-        """The number of likeliest tokens of each row that `advance` needs."""
-
-    def advance(self, engine: Any, active: Any, rows: Mapping[int, int], results: Any) -> list[Any]:
-        """Choose the rows of the next step from the likeliest tokens of each choice of an `ActiveJob`, put them into
-        slots by commands of the `Engine`, and let its scheduler go on with them; or drop the job where the search is
-        over. rows: that of each choice in the results of a step, after all rules. Return the updates."""
-
-
-class Guide(Protocol):
-    """Which ids may come next in a sequence, as the host knows when it has seen the ids before: what a capability
-    adds."""
-
-    ended: bool  # whether the text is complete, and nothing may come
-
-    def allowed(self) -> Tensor:
-        """Return int32 `[W]` on the CPU: bit i % 32 of word i // 32 says whether id i may come next."""
-
-    def take(self, token: int) -> bool:
-        """Take the next id. Return False where it is none of these: rules have banned all of them."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
     """How sequences go on from a prompt, where they end, and what is returned of them."""
@@ -142,14 +99,32 @@ class BaseOptions:
     top_logprobs: Annotated[
         int, "likeliest tokens to return with their log-probabilities, at each new token", Bounds(0, MOST_ALTERNATIVES)
     ] = 0
-    prompt_logprobs: Annotated[bool, "return the log-probabilities of the prompt's tokens"] = False
-
-    search: Search | None = None  # in place of draws
 
     def validate(self, vocab_size: int, positions: int) -> None:
         """Raise UserError for a value that a model of these sizes cannot work with."""
         for option in declared(type(self)).values():  # type: ignore[arg-type]
             option.check(getattr(self, option.name), vocab_size, positions)
+
+    @property
+    def rows(self) -> int:
+        """The slots of the cache that a prompt takes at once."""
+        return self.num_return_sequences
+
+    @property
+    def counted_rows(self) -> str:
+        """The same in words."""
+        return counted(self.rows, "choice")
+
+    @property
+    def answers_by_prompt(self) -> bool:
+        """Whether there is something to return of a prompt without any new token."""
+        return False
+
+    def check_job(self, job: Any, vocab_size: int) -> None:
+        """Raise UserError for a `PromptJob` that cannot have these options."""
+
+    def check_exact(self) -> None:
+        """Raise UserError where log-probabilities cannot have the bits of training's forward pass."""
 
     def settled(self) -> Self:
         """Return these options with a temperature of 0 where they leave the likeliest token alone: without draws, and
@@ -191,14 +166,8 @@ class BaseOptions:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
         return token == 0 and logprob == -math.inf
 
-    @property
-    def is_guided(self) -> bool:
-        """Whether the host says before each step which ids may come."""
-        return False
-
-    def guide(self, job: Any, tokenizer: Any) -> Guide | None:
-        """Return what guides a sequence of a `PromptJob`; None where nothing does. Raise UserError where it cannot."""
-        return None
+    def check_tokenizer(self, job: Any, tokenizer: Any) -> None:
+        """Raise UserError where a `PromptJob` cannot be done with a tokenizer; None: there is none."""
 
     @property
     def reads_text(self) -> bool:

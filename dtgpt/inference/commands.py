@@ -6,8 +6,8 @@ command: so all of them run the same passes in the same order.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import peers
 
-FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
 INLINE = 512  # bytes of a first message, which holds the length of what is told, and all of a short one
 LENGTH = 8  # bytes of the length
 K = TypeVar("K")
@@ -53,11 +52,6 @@ def decode(step: Step, slots: Sequence[int], steps: int, variant: Sequence[Any])
     return step.decode(slots, steps, Variant(*variant))
 
 
-def allow(step: Step, slots: Sequence[int], words: Tensor | list[list[int]]) -> None:
-    """Let the next token of each slot be one of the ids whose bits are set in its row of `words`."""
-    step.cache.state.allow(slots, torch.as_tensor(words, dtype=torch.int32), step.vocab_size)
-
-
 def ping(step: Step) -> None:
     """Wait for all ranks: sending alone tells nothing of a rank that hangs."""
     if step.mesh.commands is not None:
@@ -72,7 +66,7 @@ def release(step: Step) -> None:
 @cache
 def known_commands() -> tuple[Callable[..., Any], ...]:
     """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
-    return read, begin, copy, decode, allow, ping, release, *seams.listed("rank_commands")
+    return read, begin, copy, decode, ping, release, *seams.listed("rank_commands")
 
 
 def _plain(value: Any) -> Any:
@@ -123,26 +117,10 @@ class Channel:
         self._group = None
         self._mesh.close_commands()
 
-    @contextmanager
-    def failures_shared(self, timeout: float) -> Iterator[None]:
-        """Where this rank fails, leave its reason for the other ranks, and close the channel, for which they wait.
-        Where another rank failed first, raise a UserError with the reason of that one. `timeout`: seconds that
-        collectives of the mesh wait."""
-        mesh = self._mesh
-
-        def remedy() -> str:
-            reason = mesh.posted(FAILURE)
-            return f"start all of them again{f' ({reason})' if reason else ''}"
-
-        try:
-            with peers(mesh.world).losses_as_user_errors(timeout, remedy):
-                yield
-        except BaseException as error:
-            if mesh.world > 1:
-                if mesh.posted(FAILURE) is None:
-                    mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
-                self.close()
-            raise
+    def failures_shared(self, timeout: float) -> AbstractContextManager[None]:
+        """Let the other ranks know where this one fails, and raise UserError where another one has. `timeout`: seconds
+        that collectives of the mesh wait."""
+        return peers(self._mesh.world).failures_shared(self._mesh.rank, timeout, self.close)
 
 
 def follow(step: Step, channel: Channel) -> None:

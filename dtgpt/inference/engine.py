@@ -5,10 +5,9 @@ The price: a round is launched before it is known which sequences the last one h
 ended a sequence are discarded, and its slot is free one round later.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -20,18 +19,16 @@ from dtgpt.inference.commands import Channel, follow
 from dtgpt.inference.request import (
     NOT_FINITE,
     Alternatives,
-    Completion,
     NotFinite,
     PromptJob,
-    Score,
     SequenceUpdate,
     alternatives_of,
     key_of,
     variant_of,
 )
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
-from dtgpt.inference.sequence import ActiveJob, ActiveSequence
-from dtgpt.inference.step import Pending, Step, step_kind
+from dtgpt.inference.sequence import ActiveJob
+from dtgpt.inference.step import Step, step_kind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sequences import Sampled, Variant
@@ -40,37 +37,20 @@ from dtgpt.util import seams
 
 P = ParamSpec("P")
 R = TypeVar("R")
-AHEAD = 2  # jobs that wait, for each slot
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
-
-
-class PromptScorer(Protocol):
-    """What a capability has for log-probabilities of the tokens of prompts, at the seam `scorers`."""
-
-    # The command (slot, first, ids, alternatives) that reads all of `ids` but the last one into a slot, from position
-    # `first` on, and returns pending scores of all but the first one.
-    command: Callable[..., Any]
-
-    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Any]) -> Score | None:
-        """Return the scores of a prompt, of whose chunks these are the results; None where they are not finite."""
-
-
-def prompt_scorer() -> PromptScorer:
-    """Return what scores prompts. Raise UserError where there is nothing."""
-    return seams.first("scorers", "prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
 
 
 class _Launched(NamedTuple):
     """A round whose results have not been read."""
 
     work: Round
-    scores: list[tuple[int, Pending[Any]]]  # by request
-    drawn: Pending[Sampled] | None  # for its rows
-    candidates: Pending[Sampled] | None  # for those of searches
+    read: Any  # what `_read` returned
+    drawn: Any  # what `_decode` returned
 
 
 class Engine:
-    """Serves jobs with the stages of a model. Every rank makes one; rank 0 then submits jobs and takes steps, while all
+    """Serves jobs with the stages of a model. Capabilities may serve more: `Engine(...)` is an object of their classes,
+    too. Every rank makes one; rank 0 then submits jobs and takes steps, while all
     others `follow` until rank 0 releases them:
 
         number = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
@@ -81,6 +61,11 @@ class Engine:
     Before `release` the stages must not be used otherwise; after it the engine may serve again. Compiled stages of a
     run in training need `torch.compiler.set_stance("force_eager")` around all of it: their code is made for a batch.
     """
+
+    turns = Scheduler  # which job gets which slot
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        return super().__new__(seams.with_kinds("engines", cls) if cls is Engine else cls)
 
     def __init__(
         self,
@@ -113,7 +98,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget all jobs."""
-        self.scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
+        self.scheduler = self.turns(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
         self._active: dict[int, ActiveJob] = {}  # by number
         self._ended: list[SequenceUpdate] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
@@ -140,9 +125,7 @@ class Engine:
             prefill=len(job.ids) - 1,
             choices=job.rows,
             new_tokens=job.options.max_new_tokens,
-            searches=job.options.search is not None,
-            client=job.client,
-            waits=job.options.is_guided,
+            asked=job,
         )
         return number
 
@@ -174,20 +157,6 @@ class Engine:
             if stopped():
                 self.cancel(number)  # of what has ended, nothing
 
-    def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
-        """Yield the sequences of each job, in the order of the jobs, as they are finished."""
-        source, order, done = iter(jobs), deque[int](), {}
-        while True:
-            while len(self._active) < AHEAD * self.slots and (job := next(source, None)) is not None:
-                order.append(self.submit(job))
-            if not order:
-                return
-            for update in self.finite_step():
-                if update.completions is not None:
-                    done[update.job] = update.completions
-            while order and order[0] in done:
-                yield done.pop(order.popleft())
-
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         with self._channel.failures_shared(self.timeout):
@@ -218,26 +187,21 @@ class Engine:
 
     def _launch(self, work: Round) -> _Launched:
         # Prompts come first: a sequence that starts needs its prompt in the cache, and decodes in this very round.
-        scores = self._read(work.chunks)
+        read = self._read(work.chunks)
         self._start(work.starts)
-        drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.searched, steps=1)
-        return _Launched(work, scores, drawn, candidates)
+        return _Launched(work, read, self._decode(work.rows, work.steps))
 
-    def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Any]]]:
-        """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
-        jobs = {chunk: self._active[chunk.request].job for chunk in chunks}
-        for group in self._rank_step.group([chunk for chunk in chunks if not jobs[chunk].options.prompt_logprobs]):
-            prompts = [jobs[chunk].ids[chunk.first : chunk.stop] for chunk in group]
+    def _read(self, chunks: Sequence[PromptChunk]) -> Any:
+        """Read chunks of prompts, several in a pass. Return what `_take_read` is to wait for, here nothing."""
+        for group in self._rank_step.group(chunks):
+            prompts = [self._active[chunk.request].job.ids[chunk.first : chunk.stop] for chunk in group]
             self.command(commands.read, [chunk.slot for chunk in group], prompts, group[0].first)
-        scores = []
-        for chunk, job in jobs.items():
-            if job.options.prompt_logprobs:  # which need the token after the chunk, too
-                ids, alternatives = job.ids[chunk.first : chunk.stop + 1], job.options.top_logprobs
-                read = self.command(prompt_scorer().command, chunk.slot, chunk.first, ids, alternatives)
-                scores.append((chunk.request, read))
-        return scores
 
-    def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
+    def _take_read(self, read: Any) -> None:
+        """Take what is known of prompts, now that `_read` is done."""
+
+    def _decode(self, rows: Sequence[Row], steps: int) -> Any:
+        """Decode steps of rows. Return what `_extend_rows` is to wait for."""
         return self.command(commands.decode, [row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, starts: Sequence[Start]) -> None:
@@ -246,14 +210,9 @@ class Engine:
         copies: list[tuple[int, int, tuple[int, int]]] = []  # source, target, key
         longest = 0
         for start in starts:
-            active = self._active[start.request]
-            asked, (source, *others) = active.job, start.slots
-            if asked.options.search is not None:
-                active.search = asked.options.search.begin(asked, start.slots)
-                others = []  # a search begins with one row
+            asked, (source, *others) = self._active[start.request].job, start.slots
             payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice=0)
             self.command(commands.begin, source, payload)
-            self._guide([(source, active.sequences[0])])  # the same for all choices
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
@@ -271,76 +230,59 @@ class Engine:
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
         active = [self._active[row.request] for row in rows]
-        searches = [one.search for one in active if one.search is not None]
-        alternatives = max([one.job.options.top_logprobs for one in active] + [one.alternatives for one in searches])
+        alternatives = max(map(self._alternatives, active))
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.job.options for one in active], min(rounded, self.vocab_size))
-        return variant._replace(beams=bool(searches))
+        return variant_of([one.job.options for one in active], min(rounded, self.vocab_size))
+
+    def _alternatives(self, active: ActiveJob) -> int:
+        """Return the number of likeliest tokens that a job needs in place of each of its own."""
+        return active.job.options.top_logprobs
 
     def _collect(self, launched: _Launched) -> list[SequenceUpdate]:
         updates, work = list[SequenceUpdate](), launched.work
-        for number, pending in launched.scores:
-            if number in self._active:
-                self._active[number].chunks.append(pending.wait())
+        self._take_read(launched.read)
         for start in work.starts:
             if start.request in self._active:
                 updates += self._begin(self._active[start.request])
-        if launched.drawn is not None:
-            results = launched.drawn.wait()
-            tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
-            for index, row in enumerate(work.rows):
-                active = self._active.get(row.request)
-                if active is not None and active.sequences[row.choice].finish is None:
-                    count = active.job.options.top_logprobs
-                    likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
-                    updates += self._extend(active, row.choice, tokens[index], logprobs[index], likeliest)
-            self._go_on(work.rows)
-        if launched.candidates is not None:
-            results = launched.candidates.wait()
-            for number in dict.fromkeys(row.request for row in work.searched):
-                active = self._active.get(number)
-                if active is not None and active.search is not None:
-                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == number}
-                    updates += active.search.advance(self, active, own, results)
-        return updates
-
-    def _go_on(self, rows: Sequence[Row]) -> None:
-        """Let those of the rows that are guided, and have not ended, take a further step."""
-        live = [(row, self._active[row.request].sequences[row.choice]) for row in rows if row.request in self._active]
-        guided = [(row, one) for row, one in live if one.guide is not None and one.finish is None]
-        self._guide([(row.slot, one) for row, one in guided])
-        for row, _ in guided:
-            self.scheduler.go_on(row.request, [row.choice])
-
-    def _guide(self, rows: Sequence[tuple[int, ActiveSequence]]) -> None:
-        """Tell all ranks which ids may come next in slots whose sequences are guided."""
-        words = {slot: one.guide.allowed() for slot, one in rows if one.guide is not None}
-        if words:
-            self.command(commands.allow, list(words), torch.stack(list(words.values())))
+        return updates + self._extend_rows(work.rows, launched.drawn)
 
     def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
-        """Take the scores of the prompt, if any. Return the ends of choices that want no tokens."""
-        job = active.job
-        if job.options.prompt_logprobs:
-            active.prompt = prompt_scorer().score(job.ids, job.options.top_logprobs, active.chunks)
-            if active.prompt is None:
-                return self.end_all(active, NOT_FINITE)
-        return [] if job.options.max_new_tokens else self.end_all(active, "length")
+        """Return the ends of choices that want no tokens."""
+        return [] if active.job.options.max_new_tokens else self.end_all(active, "length")
+
+    def _extend_rows(self, rows: Sequence[Row], drawn: Any) -> list[SequenceUpdate]:
+        """Add what was drawn for rows to their choices."""
+        if drawn is None:
+            return []
+        updates, results = list[SequenceUpdate](), drawn.wait()
+        tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
+        for index, row in enumerate(rows):
+            active = self._active.get(row.request)
+            if active is not None and active.sequences[row.choice].finish is None:
+                count = active.job.options.top_logprobs
+                likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
+                updates += self._extend(active, row.choice, tokens[index], logprobs[index], likeliest)
+        return updates
 
     def _extend(
         self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
     ) -> list[SequenceUpdate]:
         """Add new tokens to a choice, up to that which ends it."""
-        new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
+        new, finish = self._accept(active, choice, tokens, logprobs)
         if finish == NOT_FINITE:
             return self.end_all(active, NOT_FINITE)
-        new, finish = active.sequences[choice].guided(tokens, new, finish)
         update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
         if update.finish:
             self.scheduler.finish(active.number, choice)
         if not active.live:
             del self._active[active.number]
         return [update]
+
+    def _accept(
+        self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float]
+    ) -> tuple[int, str | None]:
+        """Return how many new tokens continue a choice, and the reason of its end by these; None where it goes on."""
+        return active.job.accept(active.sequences[choice].ids, tokens, logprobs)
 
     def drop(self, active: ActiveJob) -> None:
         """Let a job take no further step."""

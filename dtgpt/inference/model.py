@@ -19,7 +19,7 @@ from dtgpt.config.execution import MOST_SLOTS, Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.commands import broadcast_json, told_by_rank_0
-from dtgpt.inference.engine import Engine, prompt_scorer
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.request import NotFinite, PromptJob
 from dtgpt.models.config import ModelConfig
@@ -113,15 +113,9 @@ class Model:
         """Raise UserError for a job that this model can never do."""
         options = job.options
         replace(job, special=self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
-        if self.exact and options.search is not None:
-            _, asked, without = options.search.words
-            raise UserError(
-                f"{asked} searches, and exact log-probabilities are those of sampled tokens; use {without}, or load "
-                "the model without exact"
-            )
-        if options.prompt_logprobs:
-            prompt_scorer()  # or raises where there is none
-        options.guide(job, self.known_tokenizer)  # or raises where it cannot be
+        if self.exact:
+            options.check_exact()
+        options.check_tokenizer(job, self.known_tokenizer)
         if options.reads_text and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 

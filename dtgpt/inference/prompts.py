@@ -105,8 +105,3 @@ class _Bytes:
     def finish(self) -> str:
         text, self._held = self._held.decode(errors="replace"), b""
         return text
-
-
-def segments(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """Return the text of each token alone: a character that two tokens share shows as U+FFFD in both."""
-    return [tokenizer.decode([i]) for i in ids]

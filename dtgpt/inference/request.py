@@ -55,7 +55,7 @@ LENGTHS: Rules = (  # of options, for a prompt: `whole`: all positions that it n
     Rule(
         "max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt",
         Is("max_new_tokens", "==", 0),
-        Missing("prompt_logprobs"),
+        Missing("answers_by_prompt"),
     ),
 )
 
@@ -79,7 +79,7 @@ class PromptJob:
     @property
     def rows(self) -> int:
         """The slots of the cache that it takes at once."""
-        return self.choices if self.options.search is None else self.options.search.rows
+        return self.options.rows
 
     def validate(self, vocab_size: int, positions: int, slots: int) -> None:
         """Raise UserError for a request that no engine of these sizes can serve."""
@@ -88,12 +88,10 @@ class PromptJob:
         length = len(self.ids)
         whole, sizes = length + self.options.max_new_tokens, {"positions": positions, "left": positions - length}
         check_rules(LENGTHS, self.options, given=f"a prompt of {counted(length, 'token')}", whole=whole, **sizes)
-        if self.options.search is not None:
-            self.options.search.validate(self, vocab_size)
+        self.options.check_job(self, vocab_size)
         if not 1 <= self.rows <= slots:
-            what = "choice" if self.options.search is None else self.options.search.words[0]
             raise UserError(
-                f"{counted(self.rows, what)} of a prompt need as many slots of the cache, which has "
+                f"{self.options.counted_rows} of a prompt need as many slots of the cache, which has "
                 f"{slots}; use 1 to {slots}, or more slots"
             )
 
@@ -154,21 +152,6 @@ def alternatives_of(results: Any, count: int) -> list[Alternatives]:
 
 
 @dataclass(kw_only=True)
-class Score:
-    """The log-probabilities of a text under the model."""
-
-    ids: list[int]
-    logprobs: list[float]  # of each of `ids[1:]`, natural logarithm, at temperature 1
-    greedy: list[bool]  # whether each of `ids[1:]` is the likeliest token
-    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each of `ids[1:]`, where asked for
-
-    @property
-    def total(self) -> float:
-        """The log-probability of all tokens after the first."""
-        return sum(self.logprobs)
-
-
-@dataclass(kw_only=True)
 class Completion:
     """A continuation of a prompt."""
 
@@ -178,7 +161,7 @@ class Completion:
     finish_reason: str  # "stop": by a token or a stop string; "length"; "cancelled"
     segments: list[str] | None = None  # each of `ids`, decoded alone; None without a tokenizer
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each of `ids`, where asked for
-    prompt: Score | None = None  # of the prompt, where asked for
+    prompt: Any = None  # the `Score` of the prompt, where asked for
     score: float | None = None  # of a beam
 
     @property
@@ -199,5 +182,5 @@ class SequenceUpdate(NamedTuple):
     finish: (
         str | None
     )  # with the last update of a sequence: "stop", "length", "cancelled", or NOT_FINITE for all of a job
-    prompt: Score | None  # the scores of the prompt with every update, where asked for
+    prompt: Any  # the `Score` of the prompt with every update, where asked for
     completions: list[Completion] | None  # with the last update of a job, all of its sequences

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.base_options import Guide, SearchedRows
 from dtgpt.inference.prompts import TextStream, text_stream
-from dtgpt.inference.request import Alternatives, Completion, PromptJob, Score, SequenceUpdate
+from dtgpt.inference.request import Alternatives, Completion, PromptJob, SequenceUpdate
 
 
 class TextEnd(Protocol):
@@ -39,7 +38,6 @@ class ActiveSequence:
         self._ends = job.special.ends
         self._stream = text_stream(tokenizer, job.ids) if tokenizer else None
         self._end: TextEnd | None = job.options.text_end(job)
-        self.guide: Guide | None = job.options.guide(job, tokenizer)
 
     def take(self, ids: list[int], finish: str | None) -> tuple[str, int]:
         """Return the new text of ids, and how many of them belong to the sequence. finish: the reason of its end by the
@@ -53,16 +51,6 @@ class ActiveSequence:
         self._text += text
         return text, taken
 
-    def guided(self, tokens: list[int], new: int, finish: str | None) -> tuple[int, str | None]:
-        """Return how many of `tokens` the guide takes, of the `new` ones that do not end the sequence by themselves,
-        and the reason of its end."""
-        guide = self.guide
-        if guide is None or not new or finish == "stop":
-            return new, finish
-        if not guide.take(tokens[0]):  # rules have banned all that may come
-            return 0, "length"
-        return new, "stop" if guide.ended else finish
-
     def _read(self, stream: TextStream, ids: list[int], finish: str | None, whole: int) -> tuple[str, int]:
         if self._end is None:
             text = stream.extend(ids)
@@ -72,7 +60,7 @@ class ActiveSequence:
             return text, read
         return (text if finish is None else text + self._end.rest(stream.finish())), whole
 
-    def completion(self, prompt: Score | None) -> Completion:
+    def completion(self, prompt: Any) -> Completion:
         """Return the sequence as it is now, its text None without a tokenizer. prompt: the scores of the prompt."""
         return Completion(
             text=None if self._stream is None else self._text,
@@ -91,9 +79,7 @@ class ActiveJob:
     def __init__(self, number: int, job: PromptJob, tokenizer: Tokenizer | None):
         self.number, self.job = number, job
         self.sequences = [ActiveSequence(job, tokenizer) for _ in range(job.choices)]
-        self.chunks: list[Any] = []  # scores of the chunks of the prompt that are read, where asked for
-        self.prompt: Score | None = None
-        self.search: SearchedRows | None = None  # of a job that asks for one, once it has started
+        self.prompt: Any = None  # the scores of the prompt, where asked for
 
     @property
     def live(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Models of Hugging Face, Megatron-LM, nanoGPT and llm.c, read tensor by tensor and written."""
 
-from dtgpt.util.seams import Capability, CommandEntry
+from dtgpt.util.seams import Capability, CommandEntry, When
 
 CAPABILITY = Capability(
     commands={
@@ -16,6 +16,8 @@ CAPABILITY = Capability(
             place=130,
         ),
     },
+    sections={"export": "dtgpt.interop.last.config:ExportConfig"},
+    observers=(When("dtgpt.interop.last.observer:LastFolder", ("export.hf=last",)),),
     beginnings=("dtgpt.interop.resume:begin",),
     sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC")),
 )

@@ -21,9 +21,10 @@ from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.train.init_from.begin import dimensions
 from dtgpt.train.start import checked, with_steps
-from dtgpt.util.console import counted, hanging, say
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.option_words import value_text
+from dtgpt.util.shared.words import hanging
 
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer

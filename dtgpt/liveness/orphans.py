@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 
-from dtgpt.run import signals
+from dtgpt.run.stops import signals
 from dtgpt.util.console import say_error
 
 POLL = 1.0  # seconds between two looks at whether the launcher still runs

@@ -12,6 +12,9 @@ from dtgpt.liveness.lost_peers import lost_peers_as_user_errors
 from dtgpt.liveness.rendezvous import meet, not_found, patience
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Peers, Process
+from dtgpt.util.shared.torch_private import post, posted
+
+FAILURE = "failure"  # the name under which the rank that fails first leaves its reason
 
 
 class Torchrun(Peers):
@@ -56,3 +59,18 @@ class Torchrun(Peers):
 
     def losses_as_user_errors(self, seconds: float, remedy: Callable[[], str]) -> AbstractContextManager[None]:
         return lost_peers_as_user_errors(seconds, remedy)
+
+    @contextmanager
+    def failures_shared(self, rank: int, seconds: float, close: Callable[[], None]) -> Iterator[None]:
+        def remedy() -> str:
+            reason = posted(FAILURE)
+            return f"start all of them again{f' ({reason})' if reason else ''}"
+
+        try:
+            with self.losses_as_user_errors(seconds, remedy):
+                yield
+        except BaseException as error:
+            if posted(FAILURE) is None:
+                post(FAILURE, f"rank {rank}: {error or repr(error)}")
+            close()
+            raise

@@ -47,7 +47,7 @@ class Binding(NamedTuple):
     quantised: QuantisedProduct | None = None  # of a matrix that computes in few bits
     into: Any = None  # of a matrix that is cut by columns: what makes its input whole
     out: Any = None  # of a matrix that is cut by rows: what sums its output
-    product: Callable[..., Tensor] | None = None  # of a matrix: x, weight, bias -> output; of a stack beside its own
+    product: Callable[..., Tensor] | None = None  # of a matrix: x, weight, bias -> output; of a table: tokens, weight
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens

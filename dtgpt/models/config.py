@@ -149,14 +149,6 @@ class ModelConfig(ABC):
         """Return how many elements of a parameter each token meets."""
         return math.prod(shape)
 
-    def flops_per_token(self, seq_length: int) -> int:
-        """Return the FLOPs of a token in a sample of `seq_length`, forward and backward: 6 N + 12 L H T, where N leaves
-        out weights that are looked up and not multiplied (Chowdhery et al. 2022, PaLM, appendix B)."""
-        parts = inventory(self)
-        looked_up = [Role.POSITIONS] if self.tied else [Role.POSITIONS, Role.VOCABULARY]
-        weights = parts.used_parameters - sum(math.prod(p.shape) for p in parts.of_embedding() if p.role in looked_up)
-        return 6 * weights + sum(count * parts.attention_flops(i, seq_length) for i, count in parts.counts.items())
-
 
 FIRST = "gpt2"  # of checkpoints that name none
 CORE = {"gpt2": "dtgpt.models.gpt2:GPT2Config", "llama": "dtgpt.models.llama:LlamaConfig"}

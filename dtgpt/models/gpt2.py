@@ -33,6 +33,7 @@ from dtgpt.models.layers import (
     Linear,
     LossWeights,
     Output,
+    Table,
     add,
     mlp,
 )
@@ -95,7 +96,7 @@ class Embedding(BoundModule):
     def __init__(self, config: GPT2Config, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.wte = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.wte = Table(config.padded_vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.seq_length, config.hidden_size)
         self.drop = Dropout(config.dropout)
 

@@ -54,8 +54,6 @@ class Shaped(Hashable, Protocol):
 
     def block_kind(self, index: int) -> Hashable: ...
 
-    def used_elements(self, shape: Shape, role: Role | None) -> int: ...
-
 
 class Parameter(NamedTuple):
     """One parameter of the whole model."""
@@ -75,14 +73,6 @@ class Core(NamedTuple):
     softcap: bool = False  # whether scores are bounded softly
     sinks: bool = False  # whether heads have sinks
     scaled: bool = False  # whether scores have another factor than 1 / sqrt(D)
-
-    def seen(self, length: int) -> int:
-        """Return the number of tokens by which the FLOPs of attention are counted in a sample of `length` tokens.
-        Without a window all of them, twice the mean that causality leaves (Chowdhery et al. 2022, appendix B). With a
-        window W twice the mean, too: 2 W - W^2 / length."""
-        if self.window is None or self.window >= length:
-            return length
-        return self.window * (2 * length - self.window) // length
 
 
 class Contents:
@@ -177,14 +167,10 @@ class Inventory:
     @cached_property
     def num_parameters(self) -> int:
         """The number of parameters, one that is tied counted once."""
-        return self._counted(lambda parameter: math.prod(parameter.shape))
+        return self.counted(lambda parameter: math.prod(parameter.shape))
 
-    @cached_property
-    def used_parameters(self) -> int:
-        """The number of parameters that each token meets."""
-        return self._counted(lambda parameter: self.config.used_elements(parameter.shape, parameter.role))
-
-    def _counted(self, elements: Callable[[Parameter], int]) -> int:
+    def counted(self, elements: Callable[[Parameter], int]) -> int:
+        """Return the sum of the `elements` of each parameter, one that is tied once."""
         total = sum(map(elements, (*self.of_embedding(), *self._of_own_head())))
         return total + sum(count * sum(map(elements, self.of_block(i))) for i, count in self.counts.items())
 
@@ -195,12 +181,6 @@ class Inventory:
     def kinds_of_cores(self) -> set[Core]:
         """Return the attention cores of the model, each kind once."""
         return {core for block in self.counts for core in self.cores(block)}
-
-    def attention_flops(self, block: int, seq_length: int) -> int:
-        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each, where
-        a window leaves fewer tokens than T."""
-        heads = self.config.num_heads
-        return sum(12 * heads * core.head_dim * core.seen(seq_length) for core in self.cores(block))
 
 
 @lru_cache(maxsize=16)

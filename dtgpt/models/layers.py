@@ -14,7 +14,7 @@ from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.linear import linear
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import head_loss
-from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
+from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm, row_sums
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.util.torch_private import is_dtensor
 
@@ -78,7 +78,20 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
         if whole is not None:
             return whole
     bias = () if first.bias is None else (first.bias,)
-    return second(activation(first(x), *bias))
+    inner, sums = first(x), row_sums()
+    made = (
+        activation(inner, *bias) if sums is None else sums.activated(activation, second.weight.shape[1], inner, *bias)
+    )
+    return second(made)
+
+
+class Table(nn.Embedding):
+    """The rows of tokens, `[B, T]` -> `[B, T, H]`."""
+
+    bound: Binding = PLAIN
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.bound.product is None else self.bound.product(tokens, self.weight)
 
 
 class LayerNorm(nn.LayerNorm):

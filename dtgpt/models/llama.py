@@ -33,6 +33,7 @@ from dtgpt.models.layers import (
     LossWeights,
     Output,
     PreNormBlock,
+    Table,
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
@@ -161,7 +162,7 @@ class Embedding(BoundModule):
     def __init__(self, config: RotaryConfig, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.tokens = Table(config.padded_vocab_size, config.hidden_size)
         self.drop = Dropout(config.dropout)
 
     def compute(self, tokens: Tensor, context: Context) -> Tensor:

@@ -17,7 +17,6 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 
 Ranges = Sequence[range]  # global indices of a part of a tensor
-Part = Ranges  # its former name, for one version
 
 
 class Source(ABC):

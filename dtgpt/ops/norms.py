@@ -8,7 +8,9 @@ Sharding rule: rows (samples and positions) may be sharded, the hidden dimension
 passes the global index of its first element as `start`; its gradients of the branch's bias, and of the norm's weight
 and bias, are partial sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,41 @@ def residual_reference(
 RESIDUAL = Operation("residual", residual_reference, "x + dropout(branch + bias)")
 
 
+class RowSums(Protocol):
+    """What computes the operations here, and activations, with gradients of parameters whose sums over rows have an
+    order of its own. The arguments are those of the operations."""
+
+    def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor: ...
+
+    def norm_and_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def residual_norm(
+        self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias), `[.., width / tp]`, of columns that tensor parallelism may cut."""
+
+
+_row_sums: RowSums | None = None
+
+
+@contextmanager
+def rows_summed_by(sums: RowSums) -> Iterator[None]:
+    """Let `sums` compute the gradients of parameters that all rows share while the context lasts."""
+    global _row_sums
+    before, _row_sums = _row_sums, sums
+    try:
+        yield
+    finally:
+        _row_sums = before
+
+
+def row_sums() -> RowSums | None:
+    """Return what `rows_summed_by` has named."""
+    return _row_sums
+
+
 def residual(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int] = (0, 0)
 ) -> Tensor:
@@ -38,7 +75,8 @@ def residual(
     x, branch: `[B, T, H]` of one dtype; key: int64 `[B, 2]`, or None for no dropout; start: global position and column
     of the first element within a sample. Raises ValueError where shapes do not fit or 8 does not divide the column.
     """
-    return RESIDUAL(x, branch, whole_bias(x, branch, branch_bias), check_site(key, p, start), p, start)
+    compute = RESIDUAL if _row_sums is None else _row_sums.residual
+    return compute(x, branch, whole_bias(x, branch, branch_bias), check_site(key, p, start), p, start)
 
 
 def whole_bias(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -90,12 +128,17 @@ def _norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -
     return x, norm_reference(x, weight, bias, eps)
 
 
-norm_and_pass = Operation(
+NORM_AND_PASS = Operation(
     "norm_and_pass",
     _norm_and_pass,
     "x, and (x - mean) / sqrt(variance + eps) weight + bias or x / sqrt(mean(x^2) + eps) weight",
 )
 RESIDUAL_NORM = Operation("residual_norm", residual_norm_reference, "s = x + dropout(branch + bias), and the norm of s")
+
+
+def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (x, its `norm`), `[.., H]` each."""
+    return (NORM_AND_PASS if _row_sums is None else _row_sums.norm_and_pass)(x, weight, bias, eps)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -121,7 +164,8 @@ def residual_norm(
     the same errors.
     """
     key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
-    return RESIDUAL_NORM(x, branch, branch_bias, weight, bias, eps, key, p, start)
+    compute = RESIDUAL_NORM if _row_sums is None else _row_sums.residual_norm
+    return compute(x, branch, branch_bias, weight, bias, eps, key, p, start)
 
 
 def reciprocal_root(x: Tensor, eps: float) -> Tensor:

@@ -123,32 +123,6 @@ class Update:
         return {name: value for state in self.states for name, value in state.metrics().items()}
 
 
-EMPTY = "empty_steps"  # in a checkpoint, and of a progress line
-
-
-class EmptySteps(StepState):
-    """How many steps had no token that counts. Such a step changes no weight."""
-
-    name = EMPTY
-
-    def __init__(self, device: torch.device):
-        self.count = torch.tensor(0, device=device)
-
-    def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> Tensor | None:
-        if empty is not None:
-            self.count += empty
-        return empty
-
-    def metrics(self) -> dict[str, float]:
-        return {EMPTY: count} if (count := self.state()) else {}
-
-    def state(self) -> int | None:
-        return int(self.count.item()) or None
-
-    def restore(self, saved: int | None) -> None:
-        self.count.fill_(saved or 0)
-
-
 def make_states(recipe: Recipe, settings: Settings, mesh: Mesh) -> list[StepState]:
     """Return the states of a run. A capability has a function of these arguments for each of its own, which returns
     None where the recipe does not ask for the state."""
@@ -156,4 +130,4 @@ def make_states(recipe: Recipe, settings: Settings, mesh: Mesh) -> list[StepStat
     states = [state for state in added if state is not None]
     if settings.dtype == torch.float16 and not any(isinstance(state, GradientScale) for state in states):
         raise UserError("precision=fp16 needs a loss scale, and no capability here has one; use --precision bf16")
-    return [*states, EmptySteps(mesh.device)]
+    return states

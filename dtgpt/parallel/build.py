@@ -34,7 +34,7 @@ from dtgpt.models.layers import Output
 from dtgpt.parallel.collectives import Collectives, transport
 from dtgpt.parallel.engine import NO_TIMERS, Graphs, SingleStageEngine, Timers, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.util import seams
@@ -134,12 +134,20 @@ def cut_over_tp(part: Decoder, building: Building) -> None:
     settings, table = building.settings, building.table
     if table is None:
         table = make_table(settings.model, settings.plan, settings.local_length, building.peers)
+        for adapt in seams.listed("tp_tables", building):
+            table = adapt(table, building)
     apply_table(part, building.mesh.devices["tp"], table)
 
 
 def add_modules(part: Decoder, building: Building) -> None:
+    add_trained(part, building.settings, building.mesh.place, building.mesh.device)
+
+
+def add_trained(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
+    """Freeze what is there of a model, and add what capabilities train beside it. device: of the run."""
+    part.requires_grad_(False)
     for add in seams.listed("added_modules"):
-        add(part, building.settings, building.mesh.place, building.mesh.device)
+        add(part, settings, place, device)
 
 
 def set_attention(part: Decoder, building: Building) -> None:

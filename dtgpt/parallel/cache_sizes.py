@@ -17,6 +17,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
+from dtgpt.parallel.layout import degrees_of_heads
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.util.console import listed
@@ -42,12 +43,7 @@ class CoreSize(NamedTuple):
 def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
     """Return the size of each attention core of each block on a rank under `plan`, whose table may leave the heads of
     some whole. Raise UserError where tp does not divide the heads of keys and values."""
-    parts, degrees = inventory(config), [plan.tp] * config.num_layers
-    if plan.table:
-        from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
-
-        degrees = degrees_of_heads(config, plan)
-    kinds = list(zip(parts.examples, degrees, strict=True))
+    kinds = list(zip(inventory(config).examples, degrees_of_heads(config, plan), strict=True))
     sizes = {kind: core_sizes(config, *kind) for kind in dict.fromkeys(kinds)}
     return [sizes[kind] for kind in kinds]
 

@@ -23,7 +23,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 from dtgpt.util.torch_private import all_gather_single, reduce_scatter_single
 
-GPUS_OF_HOST = 8  # that reach each other's memory
 ALIGNED = 16  # bytes of a word of narrow numbers, which no rank's piece of a sum cuts
 
 

@@ -32,6 +32,7 @@ class Sums:
     """No sums of their own: autograd adds up micro-batches on the parameters, and nobody has other gradients of them.
 
     orderless: whether sums do not depend on their order, and so have the same bits under every plan.
+    spans_tp: whether it is so for plans of any tp.
     total: the type in which addends of several ranks are added.
     cuts: whether a rank holds its part of gradients only.
     pushed_dtype: the type of gradients that a faster transport scatters under ZeRO.
@@ -39,7 +40,7 @@ class Sums:
         what they derive from.
     """
 
-    orderless = False
+    orderless = spans_tp = False
     total = torch.float32
     costs = ""
 

@@ -44,10 +44,6 @@ def open_mesh(
     and torch. Ends the process group if it began it. `timeout`: seconds that a collective may wait. `watch`: of all
     processes, which meet in its store, and are told of an exception that leaves the context."""
     plan, device = settings.plan, settings.device
-    if plan.table:
-        from dtgpt.parallel.tensor import make_table  # DTensor takes half a second to import
-
-        make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh, watch = plan.world > 1 and not dist.is_initialized(), None, watch or Watch()
     if started:
         start_process_group(device, timeout, watch.store, process)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
+from dtgpt.util import seams
 
 Region = tuple[range, ...]  # global indices of a part of a tensor
 OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
@@ -84,3 +86,10 @@ def chunk(whole: range, pieces: int, index: int) -> range:
 def slices(part: Region) -> tuple[slice, ...]:
     """Return the ranges as an index of a tensor."""
     return tuple(slice(r.start, r.stop) for r in part)
+
+
+def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
+    """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
+    for find in seams.listed("head_degrees") if plan.tp > 1 and plan.table else ():
+        return find(config, plan)
+    return [plan.tp] * config.num_layers

@@ -11,7 +11,6 @@ make the same calls in the same order; who does not call leaves the others waiti
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -27,7 +26,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.layout import axes_of
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, sentence_of
-from dtgpt.util.torch_private import default_store, is_dtensor, set_group_timeout
+from dtgpt.util.torch_private import is_dtensor, set_group_timeout
 
 Result = TypeVar("Result")
 MAX = dist.ReduceOp.MAX
@@ -137,12 +136,9 @@ class Mesh:
         kind = "cpu" if self.device.type == "meta" else self.device.type  # tensors without memory have no mesh
         return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def group_of(self, parameter: Tensor, axis: str) -> dist.ProcessGroup | None:
-        """Return this rank's group along an axis of the mesh in which a parameter lies; None where it is alone."""
-        return self.group(axis, bool(own_axes_of(parameter)))
-
     def group(self, axis: str, own: bool) -> dist.ProcessGroup | None:
-        """Return the same for parameters with axes of their own, or without."""
+        """Return this rank's group along an axis of the mesh, of parameters with axes of their own or without; None
+        where it is alone."""
         if self.world == 1:
             return None
         group = ((self.own_devices if own else None) or self.devices).get_group(axis)
@@ -237,18 +233,6 @@ class Mesh:
         values = [None] * self.world
         dist.all_gather_object(values, value, group=group or messages)
         return values
-
-    def post(self, name: str, text: str) -> None:
-        """Leave a text for the other ranks in the store of the process group. No collective: any thread may call it at
-        any time. Raises RuntimeError where the store is gone."""
-        default_store().set(f"dtgpt/{name}", text)
-
-    def posted(self, name: str) -> str | None:
-        """Return the text that any rank has left under this name; None where there is none, or the store is gone."""
-        with suppress(RuntimeError):
-            store, key = default_store(), f"dtgpt/{name}"
-            return store.get(key).decode() if store.check([key]) else None
-        return None
 
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
         """Return on every rank what `work` returns on rank 0; raise its UserError likewise."""

@@ -252,14 +252,14 @@ class VocabularyShard(Partition):
     """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
     logits, or a loss that is whole on every rank."""
 
-    def __init__(self, input_layout: Placement):
+    def __init__(self, input_layout: Placement, peers: Collectives | None = None):
         super().__init__(**OUTPUTS)
-        self.input_layout = input_layout
+        self.input_layout, self.peers = input_layout, peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
-            x = whole_input(x, ActivationLayout(mesh, self.input_layout, None))
+            x = whole_input(x, ActivationLayout(mesh, self.input_layout, self.peers))
             if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
                 x = x.to_local(grad_placements=[Partial()])
             return (x, *targets)
@@ -332,13 +332,6 @@ def make_table(
 def style_of(module: str, table: Table) -> ParallelStyle | None:
     """Return the style that the table gives the module of this name; None: replicated."""
     return next((style for pattern, style in table.items() if matches(module, pattern)), None)
-
-
-def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
-    """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
-    for find in seams.listed("head_degrees") if plan.tp > 1 and plan.table else ():
-        return find(config, plan)
-    return [plan.tp] * config.num_layers
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:

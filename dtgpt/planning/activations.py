@@ -11,8 +11,10 @@ from dtgpt.ops.kernels.attention.flash_launch import mask_words
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 
@@ -33,7 +35,7 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(kind_of_block(settings, block), settings.rows.number)
+    return sizes_of(kind_of_block(settings, block), rows_of(settings).number)
 
 
 def kind_of_block(settings: Settings, block: int) -> BlockKind:
@@ -41,8 +43,8 @@ def kind_of_block(settings: Settings, block: int) -> BlockKind:
     return BlockKind(
         config=config,
         example=inventory(config).examples[block],
-        length=settings.rows.length,
-        group=settings.rows.group,
+        length=rows_of(settings).length,
+        group=rows_of(settings).group,
         sample_length=settings.seq_length,
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
@@ -52,12 +54,14 @@ def kind_of_block(settings: Settings, block: int) -> BlockKind:
         fp8=settings.products == FP8,
         keeps_weights=not plan.zero,
         lora=settings.section(LoraConfig),
+        ep=1 if plan.asks_host else plan.ep,  # rows that are counted on the host are planned as evenly spread
+        tokens_apart=plan.ep > 1 and choose_sums(settings).orderless,
     )
 
 
 def whole_bytes(settings: Settings) -> int:
     """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
-    tokens = settings.rows.number * settings.rows.length
+    tokens = rows_of(settings).number * rows_of(settings).length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 

@@ -14,6 +14,7 @@ from dtgpt.parallel.layout import chunk
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
 from dtgpt.planning.parameters import Rank
 from dtgpt.planning.sums import is_pushed
+from dtgpt.posttrain.demands import rows_of
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _sent_at_once(here: Rank) -> int:
 
 def rows_of_logits(settings: Settings) -> int:
     """Return the tokens of a micro-batch on a rank."""
-    return settings.rows.number * settings.rows.length
+    return rows_of(settings).number * rows_of(settings).length
 
 
 def columns_of_logits(settings: Settings) -> int:

@@ -18,6 +18,7 @@ from dtgpt.planning import split_backward
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.fullest_moment import after_passes, whole_passes
 from dtgpt.planning.parameters import Rank
+from dtgpt.posttrain.demands import slots_of
 
 MIB = 1 << 20
 # cuBLAS's, of the thread that runs forward passes and of autograd's, on Hopper; older GPUs take a quarter.
@@ -94,10 +95,10 @@ def _edges(here: Rank) -> float:
 
 def _cache(settings: Settings, rank: int) -> int:
     """Return the bytes of the answers that are drawn at the same time, and of the scratch slot."""
-    if not settings.slots:
+    if not slots_of(settings):
         return 0
     config = replace(settings.model, seq_length=settings.seq_length)
-    return (settings.slots + 1) * slot_bytes(config, settings.plan, settings.dtype, rank)
+    return (slots_of(settings) + 1) * slot_bytes(config, settings.plan, settings.dtype, rank)
 
 
 def memory_by_rank(settings: Settings) -> dict[int, Memory]:

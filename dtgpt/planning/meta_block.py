@@ -21,6 +21,7 @@ from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.operation import split_backward
+from dtgpt.parallel.expert_parallel.gathered import cut_experts
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
@@ -79,6 +80,8 @@ class BlockKind(NamedTuple):
     lora: LoraConfig
     group: int = 0  # samples, of `sample_length` tokens, that have a row in common; 0: a row is a sample
     sample_length: int = 0
+    ep: int = 1  # ranks whose tokens are gathered for the experts of each
+    tokens_apart: bool = False  # of each of these ranks, for gradients of their own
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     for name, module in block.named_modules():
         if kind.sequence_parallel and (dim := BRANCH_ENDS.get(role_of(f"{at}.{name}", config.roles))):
             _exchange(dim, module, _SequenceParts(kind.tp))
+    if kind.ep > 1:
+        cut_experts(block, kind.ep, kind.tokens_apart)
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in inventory(config).of_block(kind.example):

@@ -10,10 +10,12 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, MLP_COLUMNS, STACKS
 from dtgpt.models.shared.attention_backend import backend_of
+from dtgpt.models.shared.flops import tokens_seen
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.layout import Layout
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 # Seconds of a kernel that its work does not explain: filling the GPU, the tail, the gap. Source: one GPU takes 87.8 ms
@@ -71,7 +73,7 @@ class Operations:
     def __init__(self, settings: Settings, rates: Rates):
         plan, config = settings.plan, settings.model
         self.settings, self.rates, self.config = settings, rates, config
-        self.tokens = settings.rows.number * settings.rows.length
+        self.tokens = rows_of(settings).number * rows_of(settings).length
         self.width, self.tp = settings.dtype.itemsize, plan.tp
         self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
         self.layout = Layout(config, ResolvedPlan(tp=plan.tp))  # without styles of the plan's own
@@ -157,7 +159,9 @@ class Operations:
         share = settings.micro_batch_size * config.num_heads / (plan.tp * plan.cp)
         for core in inventory(config).cores(index):
             backend = backend_of(settings, core)
-            seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
+            seen = (
+                tokens_seen(core, length) if backend == "flash" else length
+            )  # the others compute what a window hides, too
             flops = share * length * seen * core.head_dim  # of the causal half of one product
             rate = self.rates.attention
             if settings.dtype == torch.float32:

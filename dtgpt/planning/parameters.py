@@ -24,6 +24,8 @@ from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.sums import Costs, costs_of, is_pushed
+from dtgpt.posttrain.add_tokens.config import AddTokensConfig
+from dtgpt.posttrain.add_tokens.rows import rows_of
 from dtgpt.posttrain.lora.adapters import layouts_of, names_of
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.posttrain.lora.four_bits import held_bytes
@@ -122,7 +124,9 @@ class Rank:
         if not lora.rank:
             return self.parameters
         weights = [(p, Parameter(p.name, p.shape, p.role, p.block)) for p in self.parameters]
-        return [
+        rows = (rows_of(weight, p.layout, self.settings) for p, weight in weights)
+        new = [_local(*found, self.rank) for found in rows if found is not None]
+        return new + [
             _local(weight._replace(name=name, shape=layout.shape), layout, self.rank)
             for p, weight in weights
             if lora.adapts(weight)
@@ -160,9 +164,10 @@ class Rank:
     def table(self) -> LocalParameter | None:
         """The output projection; None on a rank that does not hold or does not train it."""
         roles = (Role.OUTPUT, Role.VOCABULARY)
-        if not self.place.holds_last or self.settings.freezes_weights:
+        trains = not self.settings.freezes_weights or self.settings.section(AddTokensConfig).count
+        if not self.place.holds_last or not trains:
             return None
-        return next(p for p in reversed(self.trained) if p.role in roles)
+        return next(p for p in reversed(self.parameters) if p.role in roles)
 
     @cached_property
     def head(self) -> int:

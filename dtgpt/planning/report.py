@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import GPUS_OF_HOST, Plan
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
-from dtgpt.parallel.collectives import GPUS_OF_HOST
+from dtgpt.models.shared.flops import flops_per_token, used_parameters
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.columns import aligned, short_duration
 from dtgpt.planning.gpus import GIB, Gpu
@@ -24,7 +24,9 @@ from dtgpt.planning.what_fits import (
     what_fits,
     with_fewest_blocks,
 )
-from dtgpt.util.console import byte_size, counted, hanging, parameters
+from dtgpt.posttrain.demands import slots_of
+from dtgpt.util.console import byte_size, counted, parameters
+from dtgpt.util.shared.words import hanging
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 
@@ -61,7 +63,7 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     """Return the lines on the time of a step and of the run."""
     world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
     rate = tokens / time.total
-    flops = settings.model.flops_per_token(settings.seq_length) * rate / world
+    flops = flops_per_token(settings.model, settings.seq_length) * rate / world
     mfu = f", MFU {flops / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
     hours = steps * time.total / 3600
     parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
@@ -91,9 +93,14 @@ def parts_of(time: StepTime) -> dict[str, float]:
 
 def sizes(config: ModelConfig) -> str:
     """Return the number of parameters in words, and of those that each token meets where it does not meet all."""
-    whole, used = config.num_parameters, inventory(config).used_parameters
+    whole, used = config.num_parameters, used_parameters(config)
     met = f", {parameters(used).removesuffix(' parameters')} of them for each token"
     return parameters(whole) + met * (used < whole)
+
+
+def _rows(plan: Plan) -> str:
+    """Return what a rank has memory for."""
+    return "planned for even loads" if plan.asks_host else "each with room for all rows"
 
 
 def describe_mesh(name: str, settings: Settings) -> list[str]:
@@ -106,7 +113,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
         + (f"cp {plan.cp} x " if plan.cp > 1 else "")
         + f"tp {plan.tp}, tp fastest"
-        + (f"; experts of a block on {plan.ep} of dp x cp" if plan.ep > 1 else "")
+        + (f"; experts of a block on {plan.ep} of dp x cp, {_rows(plan)}" if plan.ep > 1 else "")
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
         f"batch   {counted(settings.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
@@ -126,7 +133,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
 
 def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     plan = settings.plan
-    parts = [name for name in vars(memories[0]) if name != "cache" or settings.slots]
+    parts = [name for name in vars(memories[0]) if name != "cache" or slots_of(settings)]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
     rows = [["ranks", "params", *(SHORT.get(part, part) for part in parts), "total"]]

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from dtgpt.config.execution import Recompute, Settings
-from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
+from dtgpt.config.plan import GPUS_OF_HOST, ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.gpus import Gpu, Rates

@@ -24,6 +24,7 @@ from dtgpt.planning.fullest_moment import Moment, columns_of_logits, rows_of_log
 from dtgpt.planning.meta_block import BlockKind, LiveBytes, make_block, make_input
 from dtgpt.planning.parameters import Rank
 from dtgpt.planning.torch_private import backward_of_inputs, backward_of_weights, zero_bubble_order
+from dtgpt.posttrain.demands import rows_of
 
 TABLES = (Role.VOCABULARY, Role.POSITIONS)
 
@@ -75,7 +76,7 @@ def split_sizes(settings: Settings, block: int) -> SplitSizes:
     activations' type."""
     kind = kind_of_block(settings, block)._replace(fp8=False)
     again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.rows.number)
+    return halves_of(kind, again).scaled(rows_of(settings).number)
 
 
 class _State(NamedTuple):

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import GPUS_OF_HOST
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.operation_time import START, Operations, Passes, Work
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import costs_of
 from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective, collectives_of, ranks_over
+from dtgpt.posttrain.demands import slots_of
 
 LATENCY = 10e-6  # seconds of a message by copy engines within a host, with its flag; not measured apart
 NETWORK_LATENCY, HOP = 20e-6, 5e-6  # seconds of one between hosts, and of each further host of a ring; not measured
@@ -126,7 +127,7 @@ def over_replicas(
 
 def left_out(settings: Settings) -> list[str]:
     """Return a line on what times of a step leave out; [] where that is nothing."""
-    return ["without the time in which answers are drawn and rewarded"] if settings.slots else []
+    return ["without the time in which answers are drawn and rewarded"] if slots_of(settings) else []
 
 
 def host_time(settings: Settings) -> float:

@@ -10,12 +10,14 @@ from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
-from dtgpt.parallel.layout import INPUTS, OUTPUTS
+from dtgpt.parallel.expert_parallel.gathered import most_rows
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, degrees_of_heads
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import Collective
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.posttrain.lora.four_bits import held_bytes
 
@@ -52,8 +54,6 @@ def _over_cp(here: Rank) -> list[Collective]:
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.cp == 1:
         return []
-    from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
-
     repeated = _repeated(settings)
     degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
@@ -68,16 +68,27 @@ def _over_cp(here: Rank) -> list[Collective]:
 
 
 def _over_ep(here: Rank) -> list[Collective]:
-    """Return the exchange of rows with the ranks that hold their experts, there and back, and of their gradients."""
+    """Return what ranks send each other that hold other experts, and its gradients. Within a host tokens and choices
+    are gathered, and a row of each slot comes back; between hosts rows go there and back."""
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.ep == 1 or not isinstance(config, ExpertsConfig):
         return []
     repeated, passes = _repeated(settings), settings.micro_batches
     mixtures = [block for block in here.blocks if config.has_experts(block)]
-    count = sum(2 * passes * (3 if block in repeated else 2) for block in mixtures)
-    size = count * config.experts_per_token * whole_bytes(settings)
-    what = f"rows of experts, at even loads; a rank gets up to {plan.ep} times as many"
-    return [Collective("all-to-all", "ep", what, count, size)]
+    forward = sum(passes * (2 if block in repeated else 1) for block in mixtures)
+    backward, slots, one = passes * len(mixtures), config.experts_per_token, whole_bytes(settings)
+    if plan.asks_host:
+        count = 2 * (forward + backward)
+        what = f"rows of experts, at even loads; a rank gets up to {plan.ep} times as many"
+        return [Collective("all-to-all", "ep", what, count, count * slots * one)]
+    chosen = settings.rows.number * settings.rows.length * slots
+    weights = backward * chosen * max(4, settings.dtype.itemsize)
+    tokens = plan.ep * ((forward + backward) * one + forward * 8 * chosen + weights)
+    rows = (forward + backward) * most_rows(slots, config.num_experts // plan.ep) * one
+    return [
+        Collective("all-gather", "ep", "tokens, choices and gradients", 2 * (forward + backward), tokens),
+        Collective("all-to-all", "ep", "rows of experts", forward + 2 * backward, plan.ep * (rows + weights)),
+    ]
 
 
 def _over_tp(here: Rank) -> list[Collective]:
@@ -86,7 +97,7 @@ def _over_tp(here: Rank) -> list[Collective]:
         return []
     from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise  # half a second to import: DTensor
 
-    tokens = settings.rows.number * settings.rows.length
+    tokens = rows_of(settings).number * rows_of(settings).length
     unit = whole_bytes(settings)
     first, last = here.place.holds_first, here.place.holds_last
     loss = "loss: maximum, sum and target of each row"

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.plan import ResolvedPlan, divisors
+from dtgpt.config.plan import GPUS_OF_HOST, ResolvedPlan, divisors
 from dtgpt.models.config import LARGEST_SIZE, ModelConfig
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.recompute.rules import recomputes
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Gpu

@@ -6,7 +6,7 @@ CAPABILITY = Capability(
     sections={"receipts": "dtgpt.receipts.config:ReceiptsConfig"},
     step_states=(When("dtgpt.receipts.state:make_state", ("receipts.on",)),),
     entries={"receipts": "dtgpt.receipts.config:check_entry"},
-    observers=("dtgpt.receipts.observer:observe",),
+    observers=(When("dtgpt.receipts.observer:observe", ("receipts.on",)),),
     explanations=("dtgpt.receipts.config:EXPLANATIONS",),
     commands={
         "audit": CommandEntry(

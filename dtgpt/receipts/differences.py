@@ -58,7 +58,7 @@ def basis_of(here: dict[str, Any], starts: list[dict[str, Any]]) -> Basis:
     rounding = max((each["rounding"] for each in (here, *starts)), key=ROUNDINGS.index)
     if not same and rounding != "none":
         plans = ", ".join(sorted({start["plan"] for start in starts}))
-        exact = all(start["reduce"] == "exact" for start in starts)
+        exact = all(start["reduce"] != "fast" for start in starts)
         how = "computes sums in other pieces" if exact else "is without --reduce exact"
         why.append(f"{here['plan']} beside {plans} {how}")
     record = Record(

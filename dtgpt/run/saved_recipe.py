@@ -6,8 +6,7 @@ names, and those of one start (`OF_ONE_START`); all others in which the two diff
 Older versions wrote some values in another way, which a capability reads.
 """
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,15 +14,14 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_optimizer
 from dtgpt.checkpoint.manifest import STATE, as_tuple, quarantine_newer
-from dtgpt.config.overrides import LARGEST, leaves, replace_values
+from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.run.folder import AUTO
 from dtgpt.util import seams
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, shown
-from dtgpt.util.field_types import kinds_of, misfit
+from dtgpt.util.errors import UserError
 from dtgpt.util.storage import read_json
 
 ABSENT = object()
@@ -96,59 +94,17 @@ def _check_states(run: Path, kind: str, optimizer: OptimizerConfig) -> None:
 
 
 def _kept_values(run: Path, saved: dict[str, Any], types: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return the values of a run by name, but for options `given` and those of one start, as dtgpt of today writes
-    them. types: of the fields of a recipe. Raises UserError where recipe.json has a value of another type."""
-    try:
-        unknown = list(_unknown(saved, set(types)))
-    except ValueError as error:
-        raise UserError(f"{run}/recipe.json says {error}; mend it") from None
-    kept = {}
-    for name, type_ in types.items():
-        found = saved_value(saved, name)
-        if name in given or name in OF_ONE_START or found is ABSENT:
-            continue
-        try:
-            kept[name] = _checked(found, type_)
-        except ValueError as error:
-            raise UserError(f"{run}/recipe.json says {name}={shown(found)}, {error}; give --{name}") from None
-    if unknown:
-        say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
+    """Return the values of a run by name, but for options `given` and those of one start. types: of the fields of a
+    recipe, whose checks follow; a capability that checks what recipe.json says tells more, and raises UserError."""
+    known = {name: as_tuple(saved_value(saved, name)) for name in types if name not in (*given, *OF_ONE_START)}
+    kept = {name: value for name, value in known.items() if value is not ABSENT}
+    for check in seams.listed("saved_recipes"):
+        kept = check(run, saved, types, kept)
     if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
         kept["data.tokenizer"] = "auto"
         if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it
             kept["data.tokenizer_file"] = str(run / "tokenizer.json")
     return kept
-
-
-def _checked(value: Any, hint: Any) -> Any:
-    """Return a value from JSON if it fits a field's annotation, else raise ValueError."""
-    value = as_tuple(value)
-    if wanted := misfit(value, hint):
-        raise ValueError(f"which is not {wanted}")
-    if isinstance(value, str):
-        os.fsencode(value)  # else it cannot be a path: its UnicodeEncodeError is a ValueError
-    if type(value) is not int:
-        return value
-    try:
-        if float in kinds_of(hint):
-            return float(value)
-        if abs(value) <= LARGEST:
-            return value
-    except OverflowError:
-        pass
-    raise ValueError("which is too large")
-
-
-def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
-    """Yield the names in a recipe.json that no field has. Raises ValueError where a group of fields is none."""
-    for key, value in saved.items():
-        name = f"{prefix}{key}"
-        if any(other.startswith(f"{name}.") for other in known):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name}={shown(value)}, which must be an object")
-            yield from _unknown(value, known, f"{name}.")
-        elif name not in known and name != "plans":
-            yield name[:60]
 
 
 def continue_run(run: Path, values: Mapping[str, Any], step: int) -> None:

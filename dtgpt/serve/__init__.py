@@ -11,5 +11,6 @@ CAPABILITY = Capability(
             place=80,
         ),
     },
+    schedulers=("dtgpt.serve.fairness:FairScheduler",),
     explanations=("dtgpt.serve.explanations:EXPLANATIONS",),
 )

@@ -18,8 +18,9 @@ from starlette.routing import Route
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.base_options import MOST_SEQUENCES
 from dtgpt.inference.beams.search import Beams
+from dtgpt.inference.library.jobs import segments
 from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import encode, segments
+from dtgpt.inference.prompts import encode
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.models.config import ModelConfig
 from dtgpt.posttrain.chats.length import TooLong, check_length

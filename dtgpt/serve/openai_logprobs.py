@@ -9,7 +9,8 @@ from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import text_stream
-from dtgpt.inference.request import Alternatives, Score
+from dtgpt.inference.request import Alternatives
+from dtgpt.inference.scores.options import Score
 from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.util.errors import UserError
 

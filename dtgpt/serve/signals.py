@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-from dtgpt.run.signals import IMPATIENT, STOPPING
+from dtgpt.run.stops.signals import IMPATIENT, STOPPING
 from dtgpt.serve.log import takes
 from dtgpt.serve.worker import EngineWorker
 from dtgpt.util.console import say_error

@@ -14,10 +14,11 @@ from dtgpt.commands.command import Command
 from dtgpt.data.dataset import default_cache
 from dtgpt.parallel.compiled.choice import why_no_compiler
 from dtgpt.util import seams
-from dtgpt.util.console import hanging, say
+from dtgpt.util.console import say
 from dtgpt.util.machine.versions import describe_versions
 from dtgpt.util.rules import Given, Is, Missing, Rule, broken
 from dtgpt.util.shared.gpu_limits import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, why_no_kernels
+from dtgpt.util.shared.words import hanging
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
 EXTRAS = {

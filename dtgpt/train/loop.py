@@ -28,9 +28,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of
 from dtgpt.run.report import Report, RunReport
 from dtgpt.run.saved_recipe import continue_run
-from dtgpt.run.signals import StopRequest
+from dtgpt.run.stop_request import StopRequest
 from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
-from dtgpt.train.interval_loss import IntervalLoss, check_finite
+from dtgpt.train.interval_loss import check_finite
 from dtgpt.train.objective import StepFailed
 from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Unfinished, is_due
 from dtgpt.train.setup import Setup
@@ -148,7 +148,7 @@ class Loop:
         """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.unfinished = watch, trainer.mesh, unfinished
-        self.interval = IntervalLoss(trainer.mesh, trainer.objective.totals)
+        self.interval = trainer.objective.open_interval(trainer.mesh)
         trainer.states.append(self.interval)  # so that a checkpoint has the losses since the last record
         self.saving = Saving(trainer, lock, asdict(recipe), recipe.checkpoint)
         progress = Progress(recipe.log, recipe.num_steps, recipe.sample_length, self.interval)
@@ -189,7 +189,8 @@ class Loop:
         recipe, trainer, options, checkpoints = self.recipe, self.trainer, self.recipe.checkpoint, run / "checkpoints"
 
         def open_report() -> None:
-            report = RunReport(
+            kind = next(iter(seams.listed("reports")), RunReport)
+            report = kind(
                 recipe=recipe,
                 settings=trainer.settings,
                 mesh=self.mesh,

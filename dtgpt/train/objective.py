@@ -6,8 +6,9 @@ them language models with other batches: `objective_of` imports their modules on
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.engine import Timers, TrainingEngine
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
+from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -87,10 +89,6 @@ class Objective(ABC):
     """What a run learns from `dataset`. The order of the calls: `check`, before there are a model and ranks;
     `__init__`; `bind`, when the trainer's parts are there; `restore`, in a run that goes on; `prepare`; the steps."""
 
-    # Of the batch of the last step: sums over the samples of this rank, fp64 [K], the same on ranks of tp and cp. The
-    # head adds to them, so that a captured step needs them at one address: they are there after `bind`, if at all.
-    totals: Tensor | None = None
-
     @classmethod
     def check(cls, given: Given, dataset: Dataset) -> None:
         """Raise UserError where the data are not those of this objective."""
@@ -135,8 +133,12 @@ class Objective(ABC):
     def save(self, run: Path) -> None:  # noqa: B027
         """Write what the folder of a new run keeps. Rank 0 alone calls it."""
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
-        """Return what a record says of the steps of an interval, by their `totals` over all samples, and of its last
+    def open_interval(self, mesh: Mesh) -> IntervalLoss:
+        """Return what sums the losses between two records, after `bind`."""
+        return IntervalLoss(mesh)
+
+    def figures(self, interval: Any) -> dict[str, float]:
+        """Return what a record says of the steps of an interval, which `open_interval` has made, and of its last
         step."""
         return {}
 
@@ -227,6 +229,17 @@ class LanguageModel(Objective):
         return HeldOut(figures, shown, finite)
 
 
+def turns(sizes: Sequence[int], mesh: Mesh) -> Iterator[tuple[int, bool]]:
+    """Yield which of the batches of these sizes this replica takes, turn by turn, and whether it counts there. Ranks
+    may meet within a batch: in a turn all have one of the same size, and who has none left repeats another,
+    uncounted."""
+    dp, place = mesh.plan.dp, mesh.place.dp
+    for _, alike in groupby(range(len(sizes)), sizes.__getitem__):
+        numbers = list(alike)
+        for turn in (numbers[first : first + dp] for first in range(0, len(numbers), dp)):
+            yield turn[min(place, len(turn) - 1)], place < len(turn)
+
+
 @torch.no_grad()
 def held_out_loss(
     engine: TrainingEngine,
@@ -240,17 +253,14 @@ def held_out_loss(
     """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
     the data, the same on every rank; None where there are none, where no token of them counts, which is said, or when
     `interrupted` became true in between. `token_bytes [V]`: the bytes that each token spells."""
-    dp = mesh.plan.dp
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    for first in range(0, len(batches), dp):
+    for index, counts_here in turns([*map(len, batches)], mesh):
         if interrupted():
             return None
-        # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
-        turn = first + mesh.place.dp
-        whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        whole = to_batch(to_device(batches[index], mesh.device))
         batch = own_tokens(whole, mesh.place)
         loss = engine.evaluate(batch)
-        if loss is not None and turn < len(batches):
+        if loss is not None and counts_here:
             assert batch.targets is not None
             targets = batch.targets.cpu()
             weights = torch.ones(targets.shape) if batch.loss_weights is None else batch.loss_weights.cpu()

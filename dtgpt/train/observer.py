@@ -157,7 +157,7 @@ class Progress(Observer):
             "tokens": trainer.samples_before(step) * self._sample_length,
             "memory_gib": trainer.mesh.max(peak_memory(trainer.mesh.device)),
             "batch_size": trainer.sizes.at(step - 1),
-            **trainer.objective.figures(self._interval.totals()),
+            **trainer.objective.figures(self._interval),
             **trainer.optimizer.metrics(),
             **trainer.timers.seconds(trainer.mesh),
         }

@@ -8,6 +8,7 @@ another model (`Beginning`) its tokenizer, its dimensions and its weights.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,15 +67,17 @@ class Beginning:
         """Write into the folder of a new run what it keeps of the other model. own: class of its model."""
 
 
-def beginning(init_from: str | None, resume: str | Path | None, vocab_size: int) -> Beginning:
+def beginning(
+    init_from: str | None, resume: str | Path | None, vocab_size: int, sections: Collection[Section] = ()
+) -> Beginning:
     """Return what a run begins with. Arguments as of a recipe, but that `resume` may be the run that was found.
-    vocab_size: of its model."""
+    vocab_size: of its model. sections: those that may change it."""
     found = None
     if init_from or resume:  # else nothing is imported
         found = seams.ask("beginnings", lambda begin: begin(init_from, resume, vocab_size))
     if init_from and found is None:
         raise UserError(f"init_from={init_from} needs a capability that begins with other models; leave it out")
-    return found or Beginning()
+    return reduce(lambda begin, section: section.changed_beginning(begin, resume), sections, found or Beginning())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
             return recipe
         missing = "train_samples of a run that goes on needs a capability, which is not here; give --steps"
         return seams.first("sample_counts", missing).count_on(recipe, run, resume.checkpoint)
-    return beginning(asked.init_from, asked.resume, asked.model.vocab_size).settle(asked, given)
+    return beginning(asked.init_from, asked.resume, asked.model.vocab_size, asked.sections).settle(asked, given)
 
 
 def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
@@ -169,7 +172,7 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     for check in seams.listed("kept_data") if resume.run is not None else ():
         check(resume.run, recipe.data.path)
     recipe = checked(recipe)
-    begin = beginning(recipe.init_from, recipe.resume or resume.run, recipe.model.vocab_size)
+    begin = beginning(recipe.init_from, recipe.resume or resume.run, recipe.model.vocab_size, recipe.sections)
     if resume.run is None:
         begin.check(recipe.sections, recipe.model, recipe.num_steps)
     recipe = with_plan(recipe, world)
@@ -186,7 +189,7 @@ def checked(recipe: Recipe) -> Recipe:
     the first value that cannot be trained with, or that does not fit the data."""
     recipe.validate()
     vocab_size = recipe.model.vocab_size
-    begin = beginning(recipe.init_from, recipe.resume, vocab_size)
+    begin = beginning(recipe.init_from, recipe.resume, vocab_size, recipe.sections)
     data = begin.with_tokenizer(recipe.data, recipe.model)
     check_data(data, vocab_size, begin.path)
     recipe = with_steps(replace(recipe, data=data))

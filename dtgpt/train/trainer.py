@@ -126,9 +126,7 @@ class Trainer:
         self.expect_batch()
         self.graphs.next_step()
         # Whatever a step adds to begins at zero. Under graphs gradients stay where they are, since the graphs write to
-        # these addresses; what a graph of the head adds to is cleared here, outside of it.
-        if self.objective.totals is not None:
-            self.objective.totals.zero_()
+        # these addresses.
         if not self.graphs.captured:
             self.shards.drop_gradients()
 

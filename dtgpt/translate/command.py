@@ -16,10 +16,11 @@ from dtgpt.translate.programs import choose, translate_command
 from dtgpt.translate.recipe_text import recipe_text
 from dtgpt.translate.script import ASSIGNMENT, commands_of
 from dtgpt.translate.translation import SLURM, Launch, Translation
-from dtgpt.util.console import counted, hanging, say
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds, check_fields
 from dtgpt.util.shared.output_files import cannot_write
+from dtgpt.util.shared.words import hanging
 from dtgpt.util.storage import did_you_mean, read_regular, write_text
 
 LEFT = 46  # the column where texts begin

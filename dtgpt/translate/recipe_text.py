@@ -10,7 +10,7 @@ from dtgpt.util.errors import UserError, shown
 
 WIDTH = 120
 SECTIONS = {
-    "loss_scale": ("dtgpt.config.sections", "LossScaleConfig"),
+    "loss_scale": ("dtgpt.optim.fp16.config", "LossScaleConfig"),
     "data": ("dtgpt.config.sections", "DataConfig"),
     "log": ("dtgpt.config.sections", "LogConfig"),
     "checkpoint": ("dtgpt.config.sections", "CheckpointConfig"),

@@ -7,9 +7,7 @@ each line is visible and in one piece, and what cannot be written is dropped."""
 import errno
 import os
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
@@ -51,29 +49,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def terminal_width() -> int | None:
-    """Return the columns of the terminal, or of the variable COLUMNS; None where output goes into a file or a pipe."""
-    return shutil.get_terminal_size(fallback=(0, 0)).columns or None
-
-
 def listed(numbers: Iterable[int]) -> str:
     """Return numbers of which one is to be chosen: "1, 2 or 4"."""
     *words, last = map(str, numbers)
     return f"{', '.join(words)} or {last}" if words else last
-
-
-def hanging(line: str, indent: int) -> str:
-    """Return a line wrapped to the terminal (80 columns if there is none), with an indent in all lines but the first.
-    A longer word, such as a path, is not broken."""
-    width = max(indent + 20, shutil.get_terminal_size().columns)
-    wrapper = textwrap.TextWrapper(
-        width,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return wrapper.fill(line)
 
 
 def parameters(number: int) -> str:
@@ -91,17 +70,6 @@ def byte_size(count: float) -> str:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people in its two largest units: `45s`, `3m 20s`, `1h 02m` or `2d 04h`."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if hours < 1:
-        return f"{minutes}m {seconds % 60:02d}s"
-    return f"{hours}h {minutes % 60:02d}m" if days < 1 else f"{days}d {hours % 24:02d}h"
 
 
 def prepare_streams() -> None:

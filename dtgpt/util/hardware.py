@@ -1,4 +1,4 @@
-"""Facts of this machine: devices, their memory and peak FLOP/s.
+"""Facts of this machine: devices and their memory.
 
 What this machine cannot do is told before a model is built, and a run says which machine it was on, so that its speed
 can be judged and its numbers be had again. The other files take a `torch.device`, and ask here."""
@@ -28,11 +28,6 @@ def check_device(device: torch.device) -> None:
     """Raise UserError where a capability knows that this torch cannot compute on a GPU."""
     for check in seams.listed("device_checks") if device.type == "cuda" else ():
         check(device)
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return dense FLOP/s at 16 bits; None where no capability knows them, and in fp32, whose peak depends on TF32."""
-    return next((find(device, dtype) for find in seams.listed("peaks")), None)
 
 
 def total_memory(device: torch.device) -> int:

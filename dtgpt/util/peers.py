@@ -105,12 +105,18 @@ class Peers:
         self, process: Process, active: int, stop: Any, seconds: float, lost_after: float, plan: str, chosen: bool
     ) -> int | None:
         """Wait for the end of the run where this process is not among its `active` ones, and return the exit code of
-        the run; None: it is among them. stop: a `StopRequest`, which is passed on to rank 0. Others: as for `watch`."""
+        the run; None: it is among them. stop: a `StopRequest`, which is passed on to
+        rank 0. The others are those of `watch`."""
         return None
 
     def losses_as_user_errors(self, seconds: float, remedy: Callable[[], str]) -> AbstractContextManager[None]:
         """Turn errors that say that another process has ended, or did not answer within `seconds`, into a UserError
         with this remedy."""
+        return nullcontext()
+
+    def failures_shared(self, rank: int, seconds: float, close: Callable[[], None]) -> AbstractContextManager[None]:
+        """Leave the reason with which this process fails in the context to the others, then `close` what they wait in;
+        where another one failed first, or did not answer within `seconds`, raise a UserError with its reason."""
         return nullcontext()
 
 

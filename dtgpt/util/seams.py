@@ -12,8 +12,7 @@ The core does not import a capability. `dtgpt/capabilities.py` lists the modules
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
 from typing import Any, ClassVar, NamedTuple
 
 from dtgpt.util.errors import UserError
@@ -29,7 +28,7 @@ class CommandEntry(NamedTuple):
 
 class When(NamedTuple):
     """A part that is imported only where one of the `options` is on: a field of what the core asks with, by its dotted
-    name, or NAME=VALUE."""
+    name, or NAME=VALUE. A field that is not there, such as that of some models, is off."""
 
     part: str
     options: tuple[str, ...]
@@ -37,10 +36,8 @@ class When(NamedTuple):
     def is_on(self, given: Any) -> bool:
         """Return whether one of them is on in a recipe, or in the section whose fields they name."""
         named = (option.partition("=") for option in self.options)
-        return any(
-            attrgetter(name)(given) == value if equals else attrgetter(name)(given) not in OFF
-            for name, equals, value in named
-        )
+        found = ((reduce(_field_of, name.split("."), given), equals, value) for name, equals, value in named)
+        return any(own == value if equals else own not in OFF for own, equals, value in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +64,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     # A recipe and its plan.
     "recipe_folders": "lets a recipe file import what lies in its folder",
     "rampups": "of a batch size: a class that derives from `config.schedule.BatchSizes`",
+    "recipe_notes": "on a valid recipe: a table of `util.rules`",
     "plan_rules": "what a recipe cannot be under a `plan`: a table of `util.rules`",
     "settings_rules": "what `Settings` cannot be: a table of `util.rules`",
     "plan_choices": "the recipe with a plan, for a recipe with `auto` and a number of processes",
@@ -87,7 +85,9 @@ LISTED = {  # without names: asked in the order of the capabilities
     "initial_values": "fills these",
     "batch_parts": "a rank's part of a batch, where ranks share samples, from the whole and the rank's place",
     "cp_groups": "makes the groups of ranks that share samples, for a mesh",
+    "own_plans": "raises UserError where the plans that a recipe defines are none, or have names of others",
     "own_tables": "raises UserError for a plan's own table that no model can have",
+    "tp_tables": "of a plan and a `parallel.build.Building`: the styles that take their place",
     "own_styles": "joins the styles of a plan's own table to the default ones",
     "head_degrees": "of each block, under a plan with a table: the ranks over which heads are cut",
     "table_tests": "tests an engine whose plan has a table, by its settings, before the first step",
@@ -102,14 +102,16 @@ LISTED = {  # without names: asked in the order of the capabilities
     "beginnings": "of a run with other weights than new ones: a `train.start.Beginning`, or None",
     "bases": "of weights that checkpoints leave out: a `train.init_from.begin.Base`",
     "memory_checks": "before a rank allocates, of settings, rank and ranks of its node: raises UserError",
-    "cpu_cautions": "of a model, the samples of a step and their length, on a CPU: what to know, or None",
     "cpu_starts": "called before a run on a CPU allocates",
     "observers": "what happens between steps: a function of log and steps that makes an `Observer`",
+    "reports": "of a run, on rank 0: a class that derives from `run.report.RunReport`",
+    "stops": "ask a run to end: a class that derives from `run.stop_request.StopRequest`",
     "unfinished": "of what a start has left undone: a class that derives from `train.observer.Unfinished`",
     "former_starts": "keeps what a start was, when another one begins: see `run.folder.describe_run`",
     "sample_counts": "of a run that goes on: `train.sample_counts.counts.SAMPLE_COUNTS`",
     "newest_runs": "of a name, for `resume=auto`: `run.newest.run.NEWEST`",
     "older_recipes": "of what recipe.json says, which it changes to what is written today",
+    "saved_recipes": "of a run that goes on: its values by name, checked, of all that recipe.json says",
     "kept_values": "of a run that goes on: says in which values its recipe file differs",
     "changed_values": "of a run that goes on: the values that change, in words",
     "kept_data": "of a run that goes on: refuses a path of data that are not here",
@@ -133,7 +135,8 @@ LISTED = {  # without names: asked in the order of the capabilities
     "exact_bits": "of training's forward pass: an `inference.step.ExactBits`",
     "rank_steps": "a class that derives from `inference.step.Step`, with `serves`",
     "rank_commands": "of rank 0 to all ranks: functions as in `inference.commands`",
-    "scorers": "of the tokens of prompts: an `inference.engine.PromptScorer`",
+    "engines": "what generation may be asked for beside draws: a class that derives from `inference.engine.Engine`",
+    "schedulers": "of requests: a class that derives from `inference.scheduler.Scheduler`",
     "special_ids": "of a tokenizer, or None and the size of a vocabulary: ids by the fields of `SpecialIds`",
     "logit_rules": "before a token is chosen: a function like `inference.rules.edits.edit`",
     "text_streams": "of tokens that depend on others: an `inference.prompts.TextStream`",
@@ -147,7 +150,6 @@ LISTED = {  # without names: asked in the order of the capabilities
     "executors": "makes an `Executor` of a number of threads",
     "environments": "of a device: what is said of the machine, by name",
     "versions": "of what is installed, by package",
-    "peaks": "of a device and a type: FLOP/s, or None",
     "memory_errors": "a context in which they are told, with a remedy",
 }
 NAMED = {  # by a name, under which the core or a user asks for one
@@ -182,6 +184,12 @@ class Capability:
 
 
 OFF = (None, False, 0, "", "off")
+
+
+def _field_of(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
 _modules: tuple[str, ...] = ()
 
 
@@ -215,6 +223,12 @@ def first(seam: str, missing: str) -> Any:
     for found in listed(seam):
         return found
     raise UserError(missing)
+
+
+def with_kinds(seam: str, base: type) -> type:
+    """Return the class `base` with those that capabilities derive from it, and add at a seam: each calls the next by
+    `super()`, and the last one calls `base`."""
+    return type(base.__name__, (*listed(seam), base), {})
 
 
 def ask(seam: str, question: Callable[[Any], Any]) -> Any:

@@ -5,7 +5,7 @@ name of capabilities, so that nobody has to look for them elsewhere."""
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,15 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(memory)
 
 
-def default_store() -> dist.Store:
-    """Return the store through which the ranks of the default group met. Raises RuntimeError where there is none."""
-    try:
-        return distributed_c10d._get_default_store()
-    except ValueError as error:
-        raise RuntimeError(str(error)) from None
-
-
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the process group whose `group_name` this is."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))  # a string subtype of torch, for types alone
 
 
 def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dtgpt.checkpoint.verification.entries import check_empty_steps, check_interval
+from dtgpt.checkpoint.verification.entries import check_interval
+from dtgpt.optim.empty_steps.state import check_state
 
 
 def test_an_interval_is_finite_sums_and_counts():
@@ -14,7 +15,7 @@ def test_an_interval_is_finite_sums_and_counts():
 
 
 def test_a_number_of_steps_is_a_whole_number():
-    check_empty_steps(3, None)
+    check_state(3, None)
     for count in (-1, 1.5, True, "1", 1 << 62):
         with pytest.raises(ValueError, match="empty_steps must be a whole number"):
-            check_empty_steps(count, None)
+            check_state(count, None)

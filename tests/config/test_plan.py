@@ -313,6 +313,12 @@ def test_a_style_that_makes_dtensors_of_activations_is_refused(style):
         Plan(tp=2, table={"blocks.*.attn.qkv": style})
 
 
+def test_a_pattern_that_names_no_matrix_is_refused_before_a_process_is_started(recipe):
+    wrong = replace(recipe, plan="own", plans={"own": Plan(tp=2, table={"blocks.*.mlp.cf": None})})
+    with pytest.raises(UserError, match=r"'blocks\.\*\.mlp\.cf', which is not a matrix of the model"):
+        wrong.plan_for(2)
+
+
 def test_a_table_needs_tensor_parallelism_and_styles(recipe):
     with pytest.raises(UserError, match="but tp=1"):
         replace(recipe, plan="own", plans={"own": Plan(dp=1, table={"head.ln_f": None})}).plan_for(1)

@@ -82,15 +82,15 @@ def test_where_rules_ban_every_token_sequences_end_as_they_are(model):
 
 def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_beside_it():
     scheduler = Scheduler(slots=4)
-    scheduler.add(0, prefill=0, choices=3, new_tokens=9, searches=True)
+    scheduler.add(0, prefill=0, choices=3, new_tokens=9, asked=make_request([1], Options(), search=Beams(width=3)))
     scheduler.add(1, prefill=0, choices=1, new_tokens=9)
     beams, other = [Row(0, choice, choice) for choice in range(3)], Row(1, 0, 3)
     first = scheduler.next_round()
-    assert (first.rows, first.steps, first.searched) == ([other], 1, (beams[0],))
+    assert (first.rows, first.steps) == ([beams[0], other], 1)
     waiting = scheduler.next_round()
-    assert (waiting.rows, waiting.steps, waiting.searched) == ([other], 1, ())
+    assert (waiting.rows, waiting.steps) == ([other], 1)
     scheduler.go_on(0, [2, 0])
-    assert scheduler.next_round().searched == (beams[0], beams[2])
+    assert scheduler.next_round().rows == [beams[0], beams[2], other]
     for choice in range(3):
         scheduler.finish(0, choice)
     assert scheduler.next_round().steps == 6

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtgpt.inference.cache import ALL, SlotState
+from dtgpt.inference.grammar.engine import GuidedScheduler
 from dtgpt.inference.options import Options
 from dtgpt.inference.scheduler import Scheduler
 from tests.inference.test_engine import CONFIG, alone, engine_of
@@ -106,13 +107,14 @@ def test_a_job_that_is_cancelled_leaves_its_slot_to_others(expected):
 
 def test_rows_that_wait_take_single_steps_and_leave_rounds_to_others():
     scheduler = Scheduler(slots=3)
-    scheduler.add(0, prefill=0, choices=2, new_tokens=9, waits=True)
-    scheduler.add(1, prefill=0, choices=1, new_tokens=9)
+    scheduler.add(0, prefill=0, choices=2, new_tokens=9, asked=GUIDED[0])
+    scheduler.add(1, prefill=0, choices=1, new_tokens=9, asked=FREE[1])
     begun = scheduler.next_round()
-    assert len(begun.rows) == 3 and begun.steps == 1 and not begun.searched
+    assert len(begun.rows) == 3 and begun.steps == 1
     alone = scheduler.next_round()
     assert [row.request for row in alone.rows] == [1] and alone.steps == 1  # a result is awaited
-    scheduler.go_on(0, [1])
+    assert isinstance(scheduler, GuidedScheduler)
+    scheduler.allow_step(0, 1)
     assert [(row.request, row.choice) for row in scheduler.next_round().rows] == [(0, 1), (1, 0)]
     for choice in (0, 1):
         scheduler.finish(0, choice)

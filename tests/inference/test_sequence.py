@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.beams.search import Beams
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import PromptJob
@@ -34,7 +35,7 @@ def job(index=0, prompt="x", **options):
 
 
 def only(engine, asked):
-    ((completion,),) = engine.run([asked])
+    ((completion,),) = run_jobs(engine, [asked])
     return completion
 
 
@@ -138,7 +139,7 @@ def test_results_come_in_the_order_of_the_jobs_whatever_ends_first(counts, steps
     texts = [[data.draw(st.text("ab", max_size=9)) + "|" for _ in range(count)] for count in counts]
     engine = engine_of(texts, slots=3, steps=steps)
     jobs = [job(i, num_return_sequences=count) for i, count in enumerate(counts)]
-    found = list(engine.run(jobs))
+    found = list(run_jobs(engine, jobs))
     assert [[c.text for c in own] for own in found] == [[text[:-1] for text in own] for own in texts]
     assert not engine.busy and not engine.running
 
@@ -152,7 +153,7 @@ def test_jobs_are_submitted_as_others_finish():
             taken.append(index)
             yield job(index)
 
-    results = engine.run(jobs())
+    results = run_jobs(engine, jobs())
     next(results)
     assert len(taken) < 10
     assert len(list(results)) == 99 and len(engine.requests) == 100

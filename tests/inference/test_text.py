@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.prompts import segments, text_stream
+from dtgpt.inference.library.jobs import segments
+from dtgpt.inference.prompts import text_stream
 from dtgpt.inference.rules.options import check_stop_strings
 from dtgpt.inference.rules.special import token_of
 from dtgpt.inference.rules.stop_strings import StopSearch

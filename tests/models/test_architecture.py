@@ -16,6 +16,7 @@ from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import Core, _cores, inventory
 from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.fp8.scales import matrices as fp8_matrices
@@ -59,7 +60,7 @@ def test_counts_follow_from_the_modules(other):
     config, sizes = other.model, {name: p.numel() for name, p in parameters.items()}
     assert config.num_parameters == sum(sizes.values()) and config.num_sites == 0
     multiplied = sum(sizes.values()) - sizes["embedding.tokens.weight"]
-    assert config.flops_per_token(16) == 6 * multiplied + 12 * 4 * 32 * 16
+    assert flops_per_token(config, 16) == 6 * multiplied + 12 * 4 * 32 * 16
     settings = replace(other, plan="tp2_pp2").planned(None)
     assert "4 blocks of 32" in describe_plan(settings, "other", [], known_gpu("H100"))
 
@@ -76,7 +77,7 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     assert [len(parts.cores(block)) for block in range(5)] == [1, 0, 1, 1, 0]
     assert parts.cores(2) == (Core(2, 8),) and parts.cores(3) == (Core(4, 8),)
     looked_up = 16 * 32
-    assert config.flops_per_token(16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
+    assert flops_per_token(config, 16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
     assert [f"{name}.weight" for name in fp8_matrices(config)] == matrices
 

@@ -22,7 +22,6 @@ from tests.support.bodies_adamw import (
     make_slots,
     number,
 )
-from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares
 from tests.support.interpreter import first_kernels_of, let_kernels_loop, needs_triton, run_interpreted
 
 
@@ -145,6 +144,8 @@ def test_mixed_dtypes():
 
 def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
+    from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares  # of a capability
+
     let_kernels_loop()
     importlib.import_module("dtgpt.ops.kernels.adamw_kernels").CHUNK = 1024
     with first_kernels_of("adamw", "accumulate"):

@@ -293,7 +293,37 @@ for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torc
         _weighted_gradients(grad.to(WIDE), y.to(WIDE), weights.to(WIDE), *rest),
     ):
         assert relative(one, other) < limit
+    # Of another rank's slots there are no rows, and behind the last row is what was in memory.
+    held, rest = order.places.clone(), torch.full((5, 16), torch.nan, dtype=dtype)
+    held[::3, 1] = -1
+    dy, dweights = weighted_rows_gradients(grad, y, weights, held, order.tokens, order.slots)
+    full, others = weighted_rows_gradients(grad, y, weights, order.places, order.tokens, order.slots)
+    own = held[held >= 0]
+    assert torch.equal(dy[own], full[own]) and torch.equal(dweights, torch.where(held < 0, 0, others))
+    more = torch.cat([rows, rest])
+    assert torch.equal(grouped_product(more, weight, order.ends)[: len(rows)], y)
+    tail = torch.full((5, y.shape[1]), torch.nan, dtype=dtype)
+    assert torch.equal(grouped_outer(torch.cat([y, tail]), more, order.ends), grouped_outer(y, rows, order.ends))
 """
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_behind_the_last_one_change_nothing(dtype, device):
+    given = problem(dtype)
+    order = sorted_rows(given.experts, 6)
+    x, weight, bias = (each.detach().to(device) for each in (given.x[order.tokens], given.weight, given.bias))
+    towards, ends = numbers(len(x), 24, seed=5, dtype=dtype).to(device), order.ends.to(device)
+    found = []
+    for behind in (0, 16):
+        leaves = [torch.cat([x, x.new_full((behind, 16), math.nan)]), weight.clone(), bias.clone()]
+        y = grouped_linear(*(leaf.requires_grad_() for leaf in leaves), ends, filled=not behind)
+        y.backward(torch.cat([towards, towards.new_full((behind, 24), math.nan)]))
+        found.append([y[: len(x)], leaves[0].grad[: len(x)], leaves[1].grad, leaves[2].grad])
+    for one, other in zip(*found, strict=True):
+        assert other.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert all(map(torch.equal, found[0][:3], found[1][:3]))
 
 
 @needs_triton

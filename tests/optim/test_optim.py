@@ -10,9 +10,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim.step_state import StepState
-from dtgpt.optim.update import EmptySteps, Update, clip_factor
-from dtgpt.optim.z_scores import detector as outliers
-from dtgpt.optim.z_scores.detector import OutlierDetector
+from dtgpt.optim.update import Update, clip_factor
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
@@ -98,7 +96,7 @@ def shards_of(recipe: Recipe, dtype=torch.float32) -> Shards:
 
 def update_of(recipe: Recipe, dtype=torch.float32, share=1.0) -> Update:
     rates = recipe.schedule.rates(recipe.steps, recipe.batch_sizes())
-    states: list[StepState] = [EmptySteps(CPU)]
+    states: list[StepState] = []
     if dtype == torch.float16:
         from dtgpt.optim.fp16.loss_scale import LossScaler
 
@@ -216,6 +214,9 @@ def test_an_fp16_step_that_overflows_is_skipped_and_does_not_count(recipe, value
 
 def test_fp16_counts_overflows_and_outliers_apart(recipe, monkeypatch):
     """An overflow stays out of the window, and an outlier leaves the loss scale as it is."""
+    from dtgpt.optim.z_scores import detector as outliers
+    from dtgpt.optim.z_scores.detector import OutlierDetector
+
     monkeypatch.setattr(outliers, "WINDOW", 4)
     update = fp16_update(recipe, initial=2.0**8, window=100)
     update.states += [OutlierDetector(update.shards.mesh, replace(recipe.optimizer, skip_grad_norm_z=1.5))]

@@ -2,26 +2,33 @@
 and messages; and what is refused. `tests/models/moe/test_plans.py` holds its plans against one process."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from dtgpt.compare.fuzz.case import MODELS
 from dtgpt.compare.fuzz.drawing import draw_case
-from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.open import notes_on
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.layout import axes_of
+from dtgpt.planning.report import describe_mesh
 from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
 from dtgpt.util.errors import UserError
+from dtgpt.util.peers import Process
 from tests.models.moe.test_plans import ADAMW, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
-from tests.support.bodies_experts import Step, exchange, step_of
+from tests.support.bodies_dryrun import whole_bytes
+from tests.support.bodies_experts import Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
+from tests.support.families import OURS_WITH_EXPERTS
+from tests.support.gpus import run_on_two_gpus
 from tests.support.one_rank import build_rank, differences
 from tests.support.ranks import pool
 
@@ -33,12 +40,13 @@ def moe(recipe) -> Recipe:
     return replace(recipe, model=OLMOE, optimizer=ADAMW, steps=2, micro_batch_size=2, global_batch_size=8)
 
 
-@pytest.mark.slow(3)
-def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_gradient_of_zero(moe):
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("asks", [False, True])
+def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_gradient_of_zero(moe, asks):
     recipe = replace(moe, model=replace(MANY, num_layers=2), global_batch_size=4, micro_batch_size=1)
     whole = step_of(replace(recipe, plan="single"))
     for plan in ("dp2_ep2", "dp4_ep2_zero1"):
-        ranks: list[Step] = pool().run(parse_plan(plan).world, step_of, replace(recipe, plan=plan))
+        ranks: list[Step] = pool().run(parse_plan(plan).world, step_of, replace(recipe, plan=plan), asks)
         assert [r.loss for r in ranks] == pytest.approx([whole.loss] * len(ranks), rel=1e-6), plan
         assert [r.norm for r in ranks] == pytest.approx([whole.norm] * len(ranks), rel=1e-6), plan
         assert [r.held_out for r in ranks] == pytest.approx([whole.held_out] * len(ranks), rel=1e-6), plan
@@ -46,6 +54,58 @@ def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_
             torch.testing.assert_close(ranks[0].gradients[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
         assert max(rows for r in ranks[1::2] for rows in r.rows) == 0
         assert sum(sum(r.rows) for r in ranks) >= sum(whole.rows)
+
+
+CHOICES = {  # ranks, experts, slots: the experts of each token
+    "drawn": (2, 6, 3, lambda tokens: torch.rand(tokens, 6).argsort(1)[:, :3]),
+    "first": (2, 4, 2, lambda tokens: torch.arange(2).expand(tokens, 2)),
+    "last, backwards": (3, 6, 2, lambda tokens: torch.tensor([5, 4]).expand(tokens, 2)),
+    "more slots than a rank has experts": (4, 4, 3, lambda tokens: torch.rand(tokens, 4).argsort(1)[:, :3]),
+}
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss_moe"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_gathered_tokens_have_the_bits_of_one_process(name, family, apart):
+    """Also where memory behind the last row holds anything. Of bf16, whose sums show their order."""
+    torch.manual_seed(4)
+    ranks, experts, slots, choose = CHOICES[name]
+    config = replace(OURS_WITH_EXPERTS[family], num_experts=experts, experts_per_token=slots)
+    choices = choose(ranks * 7).reshape(ranks, 7, slots)
+    for found, whole in pool().run(ranks, mixed, config, choices, torch.bfloat16, apart):
+        for one, other in zip(found[:3], whole[:3], strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for key, gradient in whole.dparameters.items():
+            assert torch.equal(found.dparameters[key], gradient), key
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_have_the_bits_of_one(tmp_path):
+    run_on_two_gpus(tmp_path, "from tests.parallel.test_expert_parallel import check_two_gpus; check_two_gpus()")
+
+
+def check_two_gpus() -> None:
+    """Hold gathered tokens against one GPU: bits, but those of biases, whose sums are products of all rows."""
+    process = Process.from_environment()
+    start_process_group(torch.device("cuda", process.local_rank), 120.0)
+    for family, dtype, apart in product(
+        ("olmoe", "gpt_oss_moe"), (torch.bfloat16, torch.float32, torch.float16), (False, True)
+    ):
+        config = replace(OURS_WITH_EXPERTS[family], num_experts=16, experts_per_token=4, hidden_size=64)
+        choices = torch.rand(2, 300, 16, generator=torch.Generator().manual_seed(3)).argsort(2)[..., :4]
+        choices[0, :100] = torch.arange(4)
+        found, whole = mixed(config, choices, dtype, apart, "cuda")
+        for one, other in zip(found[:3], whole[:3], strict=True):
+            assert torch.equal(one, other), (family, dtype, apart)
+        for key, gradient in whole.dparameters.items():
+            if key.endswith("bias"):
+                torch.testing.assert_close(found.dparameters[key], gradient, rtol=2e-2, atol=1e-1)
+            else:
+                assert torch.equal(found.dparameters[key], gradient), (family, dtype, apart, key)
+    end_process_group()
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -83,9 +143,21 @@ def test_the_planner_knows_the_bytes_of_every_rank(moe, plan, precision, reduce)
         assert differences(build_rank(settings, recipe.optimizer, rank), settings) == []
 
 
-def test_messages_of_experts(moe):
-    """Rows of even loads: forward there and back, backward the same, of 2 micro-batches in 4 blocks. The gradient of
-    experts is summed over the 2 ranks that hold the same ones."""
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("plan", "shape"), [("dp2_ep2", {}), ("dp4_ep4", {"experts_per_token": 3})])
+def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, recompute):
+    recipe = replace(moe, plan=plan, model=replace(OLMOE, num_layers=2, **shape), recompute=recompute)
+    named = parse_plan(plan)
+    settings = recipe.settings(named.for_world(named.world), CPU)
+    planned = {c.kind.replace("-", "_"): c.bytes for c in collectives_of(settings, 0) if c.over == "ep"}
+    assert pool().run(named.world, whole_bytes, recipe) == [planned] * named.world
+
+
+def test_messages_of_experts(moe, monkeypatch):
+    """Between hosts, rows of even loads: forward there and back, backward the same, of 2 micro-batches in 4 blocks. The
+    gradient of experts is summed over the 2 ranks that hold the same ones."""
+    monkeypatch.setattr(Plan, "asks_host", True)
     recipe = replace(moe, plan="dp4_ep2", micro_batch_size=1)
     settings = recipe.settings(recipe.plan_for(4), CPU)
     found = {(c.kind, c.over, c.apart): c for c in collectives_of(settings, 0)}
@@ -136,15 +208,25 @@ def test_ep_does_not_multiply_the_number_of_processes():
         ("dp4_ep3", {}, "model.num_experts=8 cannot be divided over ep=3; use ep=2 or 4"),
         ("dp2_ep4", {}, "dp x cp = 2 ranks of data cannot be divided over ep=4; use ep=2"),
         ("dp2_ep2", {"model": GPT2Config(**SHAPE)}, "a model of gpt2 has none; leave ep out"),
-        ("dp2_ep2", {"graph": "on"}, "graph=on, but under dp2_ep2 the host reads .*; use --graph off"),
-        ("dp2_ep2", {"compile": "on"}, "compile=on, but under dp2_ep2 the host reads .*; use --compile off"),
+        ("dp16_ep16", {"graph": "on"}, "graph=on, but under dp16_ep16 the host reads .*; use --graph off"),
+        ("dp8_ep8_tp2", {"compile": "on"}, "compile=on, but under dp8_ep8_tp2 the host reads .*; use --compile off"),
     ],
 )
 def test_what_cannot_be_is_refused(moe, plan, changes, words):
     with pytest.raises(UserError, match=words):
-        replace(moe, plan=plan, global_batch_size=12, **changes).plan_for(parse_plan(plan).world)
+        model = replace(OLMOE, num_experts=16) if parse_plan(plan).world == 16 else OLMOE
+        recipe = replace(moe, plan=plan, **{"model": model, "global_batch_size": 96, **changes})
+        recipe.plan_for(parse_plan(plan).world)
 
 
-def test_a_step_with_ep_is_neither_captured_nor_compiled(moe):
-    settings = moe.settings(ResolvedPlan(dp=2, ep=2), torch.device("cuda"), here=False)
-    assert not settings.graphs and not settings.compile
+@pytest.mark.parametrize(
+    ("plan", "asks"),
+    [
+        (ResolvedPlan(dp=2, ep=2), False), (ResolvedPlan(dp=8, ep=8), False), (ResolvedPlan(dp=2, ep=2, tp=4), False),
+        (ResolvedPlan(dp=2, ep=2, tp=8), True), (ResolvedPlan(dp=16, ep=16), True), (ResolvedPlan(dp=2, tp=16), False),
+    ],
+)  # fmt: skip
+def test_a_step_is_captured_where_the_ranks_of_experts_are_those_of_a_host(moe, plan, asks):
+    settings = replace(moe, global_batch_size=16).settings(plan, torch.device("cuda"), here=False)
+    assert plan.asks_host is asks and settings.graphs is not asks
+    assert ("even loads" in describe_mesh("x", settings)[1]) is asks

@@ -10,6 +10,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA31_405B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.parallel.balanced_stages.cut import balanced_cut
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -44,7 +45,7 @@ def test_parameters_and_flops_are_those_of_the_published_model(name):
     assert config.num_parameters == parameters
     looked_up = 0 if config.tied else config.padded_vocab_size * config.hidden_size
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * config.seq_length
-    assert config.flops_per_token(config.seq_length) == 6 * (parameters - looked_up) + attention
+    assert flops_per_token(config, config.seq_length) == 6 * (parameters - looked_up) + attention
 
 
 @pytest.mark.parametrize("config", [LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B])

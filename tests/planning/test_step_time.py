@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.planning.gpus import HOW_WELL, SHEETS, find_gpu, known_gpu, name_of
 from dtgpt.planning.operation_time import PRODUCT_START
 from dtgpt.planning.step_time import (
@@ -63,7 +64,7 @@ def test_products_are_those_that_the_model_counts(name):
     settings = settings_of(name, "single", *options)
     model, tokens = settings.model, 4 * settings.seq_length
     cores = 12 * model.num_layers * model.num_heads * model.head_dim * settings.seq_length
-    flops = (model.flops_per_token(settings.seq_length) - cores) * tokens
+    flops = (flops_per_token(model, settings.seq_length) - cores) * tokens
     time = step_time(settings, H200)
     starts = (3 * 4 * model.num_layers + 3) * PRODUCT_START
     assert time.work.products == pytest.approx(flops / H200.products + starts, rel=0.003)

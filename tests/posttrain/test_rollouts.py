@@ -17,6 +17,7 @@ from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of
 from dtgpt.planning.report import describe_plan
 from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.demands import slots_of
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed
 from dtgpt.posttrain.grpo.rollouts import why_not_exact
@@ -435,7 +436,7 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
         step, settings = trainer.objective.rollouts.engine._rank_step, trainer.settings
         held = [memory for layer in step.cache.layers for memory in (layer.keys, layer.values)]
         taken = sum(memory.nbytes for memory in (*held, *step.cache.state.sequences))
-        assert trainer.objective.rollouts.engine.slots == 8 == settings.slots
+        assert trainer.objective.rollouts.engine.slots == 8 == slots_of(settings)
         assert memory_of(settings, 0).cache == taken
     plain = change(grpo, grpo=GrpoConfig())
     for run, said in ((grpo, True), (plain, False)):
@@ -446,6 +447,6 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     shared = replace(grpo, plan="dp2_zero3", micro_batch_size=2)
     (note,) = shared.notes(shared.planned_choice(2), "cpu")
     assert "each of 2 ranks of dp x cp draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
-    assert shared.planned(2).slots == 8
+    assert slots_of(shared.planned(2)) == 8
     for plan in ("dp2", "cp2"):
-        assert replace(shared, plan=plan).planned(2).slots == 4
+        assert slots_of(replace(shared, plan=plan).planned(2)) == 4

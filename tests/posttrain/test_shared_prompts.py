@@ -16,6 +16,7 @@ from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of
 from dtgpt.planning.operation_time import Operations
 from dtgpt.planning.traffic import sent_bytes
+from dtgpt.posttrain.demands import rows_of
 from dtgpt.posttrain.grpo.answers import Answer, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, shares_prompts, why_not_shared
 from dtgpt.train.setup import open_trainer
@@ -192,7 +193,9 @@ def test_the_plan_counts_the_tokens_of_a_prompt_once(grpo, plan):
         run = replace(grpo, device="cuda", plan=plan, grpo=replace(grpo.grpo, max_new_tokens=7, share_prompts=share))
         settings = run.planned(parse_plan(plan).world)
         tokens = Operations(settings, find_gpu("H200").rates).tokens
-        found.append((settings.rows.number * settings.rows.length, tokens, sent_bytes(settings, 0).get("tp", 0)))
+        found.append(
+            (rows_of(settings).number * rows_of(settings).length, tokens, sent_bytes(settings, 0).get("tp", 0))
+        )
     (tokens, counted, sent), (apart, counted_apart, sent_apart) = found
     assert (tokens, counted, apart, counted_apart) == (40, 40, 64, 64)
     assert sent < sent_apart if plan == "tp2_sp" else sent == sent_apart == 0

@@ -14,8 +14,9 @@ from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import DataConfig, LossScaleConfig, OptimizerConfig
+from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from tests.support.bodies_llama import Seen, train_and_evaluate
 from tests.support.ranks import pool

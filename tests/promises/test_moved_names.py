@@ -11,11 +11,11 @@ RECIPE = """
 import sys, warnings
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    from dtgpt.data.chats.template import Template as old
-    import dtgpt.train.compare
-from dtgpt.posttrain.chats.template import Template as new
-assert old is new and dtgpt.train.compare is sys.modules["dtgpt.compare.compare"]
-assert dtgpt.train.compare.__spec__.name == "dtgpt.compare.compare"
+    from dtgpt.run.signals import Signals as old
+    import dtgpt.util.threads
+from dtgpt.run.stops.signals import Signals as new
+assert old is new and dtgpt.util.threads is sys.modules["dtgpt.util.machine.threads"]
+assert dtgpt.util.threads.__spec__.name == "dtgpt.util.machine.threads"
 print(*(str(one.message) for one in told), sep="\\n")
 """
 
@@ -27,10 +27,9 @@ def test_every_old_name_has_a_module_of_today():
 
 @pytest.mark.slow(2)
 def test_an_old_name_is_the_module_of_today_and_warns(tmp_path):
-    program = RECIPE.replace("Template", "ChatTemplate")
-    told = run_fresh(["-c", program], tmp_path)
+    told = run_fresh(["-c", RECIPE], tmp_path)
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == [
         f"{old} is {MOVED[old]} now; the old name ends with the next version"
-        for old in ("dtgpt.data.chats", "dtgpt.data.chats.template", "dtgpt.train.compare")
+        for old in ("dtgpt.run.signals", "dtgpt.util.threads")
     ]

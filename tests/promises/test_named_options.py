@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.gl
 SECTIONS = {f.name: [f.type] for f in fields(Recipe) if is_dataclass(f.type)}
 SECTIONS |= {"model": map(load, architectures().values()), "optimizer": map(load, optimizers().values())}
 OPTIONS = {f"{name}.{f.name}" for name, kinds in SECTIONS.items() for kind in kinds for f in fields(kind)}
+OPTIONS |= Recipe.aliases.keys()
 OPTIONS |= {"grpo.path"}  # of recipes/grpo_gsm8k.py
 FILE = re.compile(r"tests[\w/]*(?:\.py)?")
 

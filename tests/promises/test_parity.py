@@ -14,8 +14,9 @@ from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.optim.fp16.config import LossScaleConfig
 from tests.support.ranks import pool
 from tests.support.runs import record
 

@@ -8,10 +8,10 @@ from dtgpt.charts.plot import check_picture, plot_runs, sparkline
 from dtgpt.charts.tensorboard import scalars
 from dtgpt.cli import main
 from dtgpt.compare.history import read_curves
+from dtgpt.run.console.line import progress_line
 from dtgpt.run.records import JsonLines, read_records
-from dtgpt.run.report import progress_line
-from dtgpt.util.console import duration
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.words import duration
 
 RECORD = {
     "step": 120, "loss": 3.2141, "bits_per_byte": 1.234, "grad_norm": 0.812, "lr": 5.9e-4, "memory_gib": 61.2,

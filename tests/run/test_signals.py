@@ -15,7 +15,7 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.run.folder import RunLock
-from dtgpt.run.signals import StopRequest
+from dtgpt.run.stop_request import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from tests.support.programs import TORCHRUN, Program
@@ -189,7 +189,7 @@ def orphan(lines: str, **variables: str) -> subprocess.Popen:
     """A process that runs `lines` after its parent has gone; its output ends when it does."""
     program = (
         "import os, signal, sys, time\n"
-        "from dtgpt.run import signals\n"
+        "from dtgpt.run.stops import signals\n"
         "from dtgpt.liveness import orphans\n"
         "orphans.POLL = orphans.ORPHAN = 0.1\n"
         "if os.fork(): time.sleep(0.3); os._exit(0)\n"
@@ -204,7 +204,7 @@ def orphan(lines: str, **variables: str) -> subprocess.Popen:
 
 def test_an_orphan_ends_within_its_time_although_it_hangs_and_at_once_before_the_loop():
     follow = "orphans.follow_launcher()\nwhile True: time.sleep(60)"
-    in_the_loop = f"signals.StopRequest().__enter__()\n{follow}"
+    in_the_loop = f"signals.Signals().__enter__()\n{follow}"
     for lines, words in ((in_the_loop, "SIGTERM: ending after this step"), (follow, "is gone")):
         out, _ = orphan(lines, TORCHELASTIC_RUN_ID="none").communicate(timeout=300)
         assert words in out and "went on" not in out

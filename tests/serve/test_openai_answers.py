@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.request import Score
+from dtgpt.inference.scores.options import Score
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream
@@ -241,7 +242,7 @@ def test_best_of_ranks_by_the_mean_of_log_probabilities():
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
     special = special_ids(BYTES, [256])
     engine = ScriptedEngine(lambda _, c: [*texts[c].encode(), 256], tokenizer=BYTES, special=special)
-    (found,) = engine.run(asked.jobs)
+    (found,) = run_jobs(engine, asked.jobs)
     whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]
     assert whole["usage"] == {"prompt_tokens": 1, "completion_tokens": 12, "total_tokens": 13}

@@ -19,7 +19,8 @@ import torch
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import BeamSearch
-from dtgpt.inference.prompts import segments, special_ids
+from dtgpt.inference.library.jobs import run_jobs, segments
+from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import PromptJob
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sample import likeliest
@@ -165,7 +166,7 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
     jobs = jobs_of(request, model, tokenizer)
     with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
         engine.tokenizer, engine.special = tokenizer, special_ids(tokenizer, [tokenizer.end_of_text])
-        found = list(engine.run(jobs))
+        found = list(run_jobs(engine, jobs))
     ours = answer(read_request(request), tokenizer, jobs, found)
     if "scores" in case["body"]:
         assert_same_beams(request, model, tokenizer, ours, case["body"])

@@ -10,12 +10,13 @@ from tests.support.one_rank import BuiltRank, describe_built
 class Messages(TorchDispatchMode):
     """Counts collectives of both kinds: those of process groups and the functional ones of DTensor."""
 
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
     def __init__(self):
         super().__init__()
         self.counts: dict[str, int] = {}
         self.exchanged = 0  # bytes, by context parallel ranks
+        self.whole: dict[str, int] = {}  # bytes of what is gathered or exchanged in one tensor, by kind
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.name() == "dtgpt::exchange":
@@ -23,10 +24,13 @@ class Messages(TorchDispatchMode):
             self.exchanged += args[0].nbytes
         if op.namespace in ("c10d", "_c10d_functional"):
             name = op.name().replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            name = name.replace("alltoall", "all_to_all")
             kind = next((k for k in self.kinds if k in name), None)
             if kind:
                 assert not op.name().startswith("_c10d_functional::all_gather"), "see GroupCollectives"
                 self.counts[kind] = self.counts.get(kind, 0) + 1
+            if kind and "base" in name:
+                self.whole[kind] = self.whole.get(kind, 0) + args[0].nbytes
         return op(*args, **(kwargs or {}))
 
 
@@ -40,6 +44,13 @@ def messages(recipes: list[Recipe]) -> list[dict[str, int]]:
                 training.gradients()
         found.append(seen.counts)
     return found
+
+
+def whole_bytes(recipe: Recipe) -> dict[str, int]:
+    """The bytes of what ranks gather or exchange in one tensor while one computes the gradients of a step."""
+    with open_trainer(recipe) as training, Messages() as seen:
+        training.gradients()
+        return seen.whole
 
 
 def exchanged(recipe) -> tuple[int, int]:

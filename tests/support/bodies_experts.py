@@ -1,17 +1,22 @@
 """What ranks do in tests of expert parallelism."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.config.plan import Plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.moe import mixture
-from dtgpt.ops.experts.routing import Routing
+from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.ops.experts.products import grouped_reference, outer_op
+from dtgpt.ops.experts.routing import Choice, Routing
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
+from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
 from dtgpt.train.setup import open_trainer
 
 
@@ -26,18 +31,19 @@ class Step(NamedTuple):
     rows: list[int]
 
 
-def step_of(recipe: Recipe) -> Step:
-    """Take a step of the recipe in which every token chooses the first experts."""
+def step_of(recipe: Recipe, asks: bool = False) -> Step:
+    """Take a step of the recipe in which every token chooses the first experts. asks: the host for sizes."""
     from dtgpt.compare.whole_tensors import gather_whole
 
     rows: list[int] = []
     products = mixture.Experts.products
 
-    def counted(experts: mixture.Experts, x: Tensor, ends: Tensor) -> Tensor:
-        rows.append(len(x))
-        return products(experts, x, ends)
+    def counted(experts: mixture.Experts, x: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
+        rows.append(int(ends[-1]))
+        return products(experts, x, ends, filled)
 
     with (
+        mock.patch.object(Plan, "asks_host", asks),
         mock.patch.object(mixture, "choose", _first),
         mock.patch.object(mixture.Experts, "products", counted),
         open_trainer(recipe) as trainer,
@@ -76,3 +82,84 @@ def exchange(counts: Sequence[Sequence[int]], apart: bool) -> tuple[list[list[fl
     made.backward(torch.ones_like(made))
     assert rows.grad is not None
     return came, (made - rows * factors).detach(), rows.grad - factors
+
+
+class _LeftOver(torch.autograd.Function):
+    """A grouped product as kernels leave it: behind the last row is what was in memory, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        made = grouped_reference(x, weight, ends)
+        made[int(ends[-1]) :] = torch.nan
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, ends = ctx.saved_tensors
+        dx = grouped_reference(grad, weight.mT, ends)
+        dx[int(ends[-1]) :] = torch.nan
+        return dx, outer_op(grad, x, ends), None
+
+
+class Mixed(NamedTuple):
+    """Sums `[N, H]` of tokens, and the gradients of tokens, weights and the experts' parameters."""
+
+    y: Tensor
+    dx: Tensor
+    dweights: Tensor
+    dparameters: dict[str, Tensor]
+
+
+def mixed(
+    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu"
+) -> tuple[Mixed, Mixed]:
+    """Return what this rank, which holds some experts, makes of its tokens, of which `choices [ranks, N, k]` says the
+    experts; and what one process does with all experts: with the tokens of this rank or, unless `apart`, of all."""
+    rank, (ranks, tokens, slots) = dist.get_rank(), choices.shape
+    own, width = slice(rank * tokens, (rank + 1) * tokens), config.num_experts // ranks
+    generator, choices = torch.Generator().manual_seed(5), choices.to(device)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    x, towards = (drawn(ranks * tokens, config.hidden_size).to(dtype) for _ in range(2))
+    weights = drawn(ranks * tokens, slots)
+    whole = mixture.Experts(config).to(dtype)
+    held = mixture.Experts(replace(config, num_experts=width)).to(dtype)
+    held.count = config.num_experts
+    for full, part in zip(whole.parameters(), held.parameters(), strict=True):
+        full.data = drawn(*full.shape).to(dtype)
+        part.data = full.data[rank * width : (rank + 1) * width].clone()
+
+    def run(experts: mixture.Experts, call: Any, rows: slice) -> Mixed:
+        given, factors = (each[rows].clone().requires_grad_() for each in (x, weights))
+        y = call(given, Choice(choices.flatten(0, 1)[rows], factors))
+        y.backward(towards[rows])
+        gradients = {name: p.grad for name, p in experts.named_parameters()}
+        return Mixed(y.detach(), given.grad, factors.grad, gradients)  # type: ignore[arg-type]
+
+    group = dist.group.WORLD
+    assert group is not None
+    spread = GatheredExperts(held, Group(ranks, rank, group.group_name), apart)
+    if choices.is_cuda:
+        left = [
+            torch.full((size,), torch.nan, device=device) for size in (1 << 16, 1 << 17, 1 << 24) for _ in range(64)
+        ]
+        del left  # what kernels do not write is then NaN
+        found = run(held, spread, own)
+    else:
+        with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
+            found = run(held, spread, own)
+    alone = run(whole, whole.of_tokens, slice(None))
+    first = slice(rank * width, (rank + 1) * width)
+    if apart:  # gradients of parameters have an addend for each rank
+        addends = []
+        for r in range(ranks):
+            whole.zero_grad()
+            addends.append(run(whole, whole.of_tokens, slice(r * tokens, (r + 1) * tokens)).dparameters)
+        sums = {name: sum(each[name] for each in reversed(addends)) for name in addends[0]}
+        alone = alone._replace(dparameters=sums)
+    return found, Mixed(
+        alone.y[own], alone.dx[own], alone.dweights[own], {n: g[first] for n, g in alone.dparameters.items()}
+    )

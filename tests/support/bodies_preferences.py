@@ -12,7 +12,6 @@ from dtgpt.posttrain.dpo.pairs import PairDataset
 from dtgpt.posttrain.dpo.reference import save_reference
 from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.disks import files_of_at_most
@@ -27,12 +26,12 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
         for _ in range(last - trainer.step):
             result = trainer.train_step()
             losses.append(trainer.mean_loss(result))
-            interval, again = (IntervalLoss(trainer.mesh, trainer.objective.totals) for _ in range(2))
+            interval, again = (trainer.objective.open_interval(trainer.mesh) for _ in range(2))
             interval.add(result.loss)
             again.restore(state := interval.state())
             assert again.state() == state
             sums = dict(zip(FIGURES, state["preferences"], strict=True))
-            figures.append(trainer.objective.figures(interval.totals()) | sums | {"grad_norm": result.norm.item()})
+            figures.append(trainer.objective.figures(interval) | sums | {"grad_norm": result.norm.item()})
         figures.append(trainer.held_out().figures)
         trainer.mesh.on_rank_0(lambda: checkpoints.mkdir(parents=True, exist_ok=True))
         trainer.mesh.on_rank_0(lambda: trainer.objective.save(run))

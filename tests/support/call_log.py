@@ -26,6 +26,8 @@ VAIN = 20_000  # lines that a function may run in a process without a new one: t
 AGAIN = 1_000  # and each later test so many
 SPARE = 1 << 20  # bytes of a mapped file
 IMPORT = 1 << 31  # in place of a test's number: the import of the file with this checksum
+MONITORING = getattr(sys, "monitoring", None)  # of Python 3.12 and later: other packages' functions are seen once
+TOOL = 4  # of the numbers that Python gives no use
 # These open sources to compile them, to see whether they are archives, or to show lines of a traceback.
 READERS = ("importlib", "zipimport", "linecache", "tokenize", "_pytest")
 
@@ -63,10 +65,18 @@ class CallLog:
         self._left: set[int] = set()  # those that are not followed up to the next test
 
     def follow(self) -> None:
-        """Trace this thread, and those to come, from now on: up to an error in `trace`, as where no call may be nested
-        deeper, which ends it."""
-        threading.settrace(self.trace)
-        sys.settrace(self.trace)
+        """Note calls of this thread, and those to come, from now on. A trace function is needed for lines, and before
+        Python 3.12: up to an error in it, as where no call may be nested deeper, which ends it."""
+        if MONITORING is None or "lines" in self._files:
+            threading.settrace(self.trace)
+            sys.settrace(self.trace)
+        elif MONITORING.get_tool(TOOL) is None:
+            events = MONITORING.events
+            MONITORING.use_tool_id(TOOL, "dtgpt's calls of tests")
+            MONITORING.register_callback(TOOL, events.PY_START, self._start)
+            MONITORING.register_callback(TOOL, events.PY_RETURN, self._end_import)
+            MONITORING.register_callback(TOOL, events.PY_UNWIND, self._end_import)
+            MONITORING.set_events(TOOL, events.PY_START | events.PY_UNWIND)
 
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
@@ -103,6 +113,31 @@ class CallLog:
                 return self._begin_import(frame, file)
         return None
 
+    def _start(self, code: CodeType, _: int) -> Any:
+        """Note the call of a function; what Python calls where a function starts. Functions of other packages are not
+        to be told again."""
+        if ROOT is None or not code.co_filename.startswith(ROOT):  # None: the interpreter ends
+            return MONITORING.DISABLE
+        number = self._current()
+        if self._last.get(id(code)) == number:
+            return None
+        file = code.co_filename[len(ROOT) :]
+        if code.co_name == "<module>":
+            if sys._getframe(1).f_globals.get("__name__") != "__main__":
+                self._open_import(file)
+                MONITORING.set_local_events(TOOL, code, MONITORING.events.PY_RETURN)
+            return None
+        if id(code) not in self._last:
+            self._kept.append(code)
+        self._last[id(code)] = number
+        self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
+        return None
+
+    def _end_import(self, code: CodeType, *_: Any) -> None:
+        """Let calls belong to the test again, or to the import around; what Python calls where a function is left."""
+        if code.co_name == "<module>" and ROOT is not None and code.co_filename.startswith(ROOT):
+            self._close_import((threading.get_ident(), import_number(code.co_filename[len(ROOT) :])))
+
     def _follow(self, frame: FrameType, event: str, _: Any) -> Any:
         """Note lines of a function that run for the first time in this process."""
         code = frame.f_code
@@ -122,17 +157,26 @@ class CallLog:
 
     def _begin_import(self, frame: FrameType, file: str) -> Any:
         del self._last[id(frame.f_code)]  # imported again, it is to be seen again
-        entry = (threading.get_ident(), import_number(file))
-        self.name(f"import {file}")
-        self._imports.append(entry)
+        entry = self._open_import(file)
         frame.f_trace_lines = False
 
         def leave(_: FrameType, event: str, __: Any) -> Any:
-            if event == "return" and entry in self._imports:
-                del self._imports[len(self._imports) - 1 - self._imports[::-1].index(entry) :]
+            if event == "return":
+                self._close_import(entry)
             return leave
 
         return leave
+
+    def _open_import(self, file: str) -> tuple[int, int]:
+        """Let calls belong to the import of a file, in this thread. Return what ends it."""
+        entry = (threading.get_ident(), import_number(file))
+        self.name(f"import {file}")
+        self._imports.append(entry)
+        return entry
+
+    def _close_import(self, entry: tuple[int, int]) -> None:
+        if entry in self._imports:  # with those that it began, should one have been left otherwise
+            del self._imports[len(self._imports) - 1 - self._imports[::-1].index(entry) :]
 
     def note(self, number: int, words: str) -> None:
         """Write that the test used what the words name."""

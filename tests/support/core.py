@@ -40,7 +40,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"optim/(update|step_state)|train/(trainer|objective|interval_loss)"
     ),
     "loop": (
-        r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"
+        r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|stop_request)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open)",
     "data": (

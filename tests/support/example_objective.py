@@ -18,7 +18,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
 from dtgpt.models.shared.coupled import Coupled, set_loss
 from dtgpt.ops.random.philox import fold
-from dtgpt.train.objective import LanguageModel, Parts
+from dtgpt.posttrain.totals import IntervalTotals, TotalledModel
+from dtgpt.train.objective import Parts
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from dtgpt.util.field_types import Bounds
@@ -53,7 +54,7 @@ class FocalLoss:
         return (losses * (1 - p)).mean(), 1 - p + losses * p
 
 
-class SmoothedLabels(LanguageModel):
+class SmoothedLabels(TotalledModel):
     def bind(self, parts: Parts) -> None:
         super().bind(parts)
         loss = FocalLoss(parts.mesh.device, parts.mesh.cp_group)
@@ -71,7 +72,8 @@ class SmoothedLabels(LanguageModel):
     def state(self, step: int) -> dict[str, Any]:
         return {"smoothed_steps": step}
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
+    def figures(self, interval: IntervalTotals) -> dict[str, float]:
+        totals = interval.totals()
         return {"confidence": totals[1] / totals[0], "counted_tokens": totals[0]}
 
     def examples(self) -> dict[str, str]:

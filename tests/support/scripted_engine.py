@@ -6,7 +6,8 @@ from dataclasses import replace
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import PromptJob, Score, SequenceUpdate
+from dtgpt.inference.request import PromptJob, SequenceUpdate
+from dtgpt.inference.scores.options import Score
 from dtgpt.inference.sequence import ActiveJob
 
 Script = Callable[[PromptJob, int], list[int]]  # (job, choice) -> endless or long enough ids

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.answers import advantages_of
 from dtgpt.run.records import read_records

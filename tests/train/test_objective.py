@@ -10,6 +10,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.config import GrpoConfig
+from dtgpt.posttrain.totals import IntervalTotals
 from dtgpt.run.records import read_records
 from dtgpt.train.interval_loss import TOTALS, IntervalLoss
 from dtgpt.train.loop import train
@@ -63,10 +64,10 @@ def test_a_recipe_turns_on_one_objective(recipe):
 
 def test_totals_of_another_objective_are_refused():
     mesh = Mesh(ResolvedPlan(dp=1), torch.device("cpu"))
-    one = IntervalLoss(mesh, torch.ones(3, dtype=torch.float64))
+    one = IntervalTotals(mesh, torch.ones(3, dtype=torch.float64))
     one.add(torch.tensor(1.0))
     state = one.state()
     assert state[TOTALS] == [1.0, 1.0, 1.0]
-    for totals, own in ((None, 0), (torch.ones(4, dtype=torch.float64), 4)):
+    for interval, own in ((IntervalLoss(mesh), 0), (IntervalTotals(mesh, torch.ones(4, dtype=torch.float64)), 4)):
         with pytest.raises(UserError, match=f"has 3 sums of an interval .* learns has {own}; go on with"):
-            IntervalLoss(mesh, totals).restore(state)
+            interval.restore(state)

@@ -6,7 +6,7 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.data.dataset import default_cache
-from dtgpt.util.console import counted, hanging, parameters, say, say_error
+from dtgpt.util.console import counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
 
 
@@ -50,13 +50,3 @@ def test_a_name_in_a_message_does_not_command_the_terminal(capsys):
     told = capsys.readouterr()
     assert told.out == f"{shown}: read\n"
     assert told.err == f"warning: {shown}: odd\n\t{shown}\nis wrong, caf\u00e9 \u200d\n"
-
-
-def test_a_long_line_of_a_header_hangs_and_a_path_stays_whole(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    path = "/data/" + "long-name/" * 9
-    lines = hanging(
-        f"data    {path}: 252,066 tokens to train on, 12,088 for validation, {'words ' * 20}", 8
-    ).splitlines()
-    assert path in "".join(lines) and all(line.startswith(" " * 8) for line in lines[1:])
-    assert all(len(line) <= 80 for line in lines if path not in line)

@@ -25,6 +25,7 @@ from dtgpt.checkpoint.shard_file import Damaged, ShardFile, Written
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.machine.threads import Threads
+from dtgpt.util.shared.torch_private import post, posted
 from dtgpt.util.storage import parse_json, read_regular, remove_tree, write_text
 
 WRITERS = 4  # threads
@@ -192,7 +193,7 @@ class BackgroundSaver(Saver):
                 (partial / file.name).unlink(missing_ok=True)
         reason = f"rank {self.mesh.rank}: {str(error) or repr(error)}"
         try:
-            self.mesh.post(partial.name, json.dumps([reason, remedy(error)]))
+            post(partial.name, json.dumps([reason, remedy(error)]))
         except RuntimeError:  # rank 0, or who started the ranks, is gone
             say_error(f"warning: rank {self.mesh.rank} cannot report its part of a checkpoint ({reason})")
 
@@ -211,8 +212,8 @@ class BackgroundSaver(Saver):
         late."""
         path = partial / REPORT.format(rank)
         while not path.exists():
-            if posted := self.mesh.posted(partial.name):
-                raise Failed(*json.loads(posted))
+            if text := posted(partial.name):
+                raise Failed(*json.loads(text))
             if not partial.is_dir():  # gone with the run's folder, and the report perhaps with it
                 raise UserError(f"{partial} was moved or removed")
             if time.monotonic() > self._alone_at:

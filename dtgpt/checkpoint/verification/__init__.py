@@ -4,8 +4,5 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     verifications=("dtgpt.checkpoint.verification.verify:Verified",),
-    entries={
-        "empty_steps": "dtgpt.checkpoint.verification.entries:check_empty_steps",
-        "interval_loss": "dtgpt.checkpoint.verification.entries:check_interval",
-    },
+    entries={"interval_loss": "dtgpt.checkpoint.verification.entries:check_interval"},
 )

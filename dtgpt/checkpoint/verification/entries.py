@@ -3,15 +3,8 @@
 from typing import Any
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.optim.update import EMPTY
 from dtgpt.train.interval_loss import KEY, TOTALS
 from dtgpt.util.field_types import is_finite
-
-
-def check_empty_steps(count: Any, config: ModelConfig) -> None:
-    """Raise ValueError where this is not a number of steps."""
-    if type(count) is not int or not 0 <= count < 1 << 62:
-        raise ValueError(f"{EMPTY} must be a whole number")
 
 
 def check_interval(saved: Any, config: ModelConfig) -> None:

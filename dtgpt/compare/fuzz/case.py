@@ -278,7 +278,7 @@ class Setting:
         recipe = self.recipe_of(case)
         recipe = replace(recipe, plan=SINGLE, plans={}, graph="off", compile="off")
         recipe = replace(recipe, recompute="none", recompute_blocks=None)
-        keeps_bits = recipe.precision != "fp32" or recipe.reduce == "exact"
+        keeps_bits = recipe.precision != "fp32" or recipe.reduce != "fast"
         return recipe if keeps_bits else replace(recipe, attention="explicit")
 
     def exact_of(self, case: Case) -> Recipe | None:

@@ -21,9 +21,10 @@ from dtgpt.compare.fuzz.shrink import shrink
 from dtgpt.config.execution import choose_device
 from dtgpt.config.overrides import Options
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.util.console import counted, hanging, say
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.option_words import as_words
+from dtgpt.util.shared.words import hanging
 
 RANKS_ON_CPU = 4
 TRIES = 60  # cases to run while one is shrunk

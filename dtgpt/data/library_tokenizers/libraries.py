@@ -57,8 +57,8 @@ class TokenizerJson(LibraryTokenizer):
         around = max(self.encode(""), default=0)  # the post-processor's ids are checked by nobody else
         check_rules(AROUND_RULES, {"name": name, "around": around, "last": max(self.vocab_size - 1, 0)})
 
-    @property
-    def special_names(self) -> Collection[str]:
+    @cached_property
+    def special_names(self) -> Collection[str]:  # type: ignore[override]
         return [token.content for token in self._parsed.get_added_tokens_decoder().values() if token.special]
 
     @property
@@ -81,6 +81,10 @@ class TokenizerJson(LibraryTokenizer):
                     f"the tokenizer {self.name} cannot encode {what} ({error}); use other characters, or another "
                     "tokenizer"
                 ) from None
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by the name that the file has; None where there is none."""
+        return self._parsed.token_to_id(token)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with self._encoding(shown(text)):

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 class InputFile(NamedTuple):
-    """An input: its path, and "jsonl", "parquet", "txt" (one document) or "lines" (one a line)."""
+    """An input: its path, or the name of a data set, and "jsonl", "parquet", "hub", "txt" (one document) or "lines"
+    (one a line)."""
 
     path: str
     kind: str

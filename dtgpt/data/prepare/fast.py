@@ -56,6 +56,12 @@ class Fast:
         ids, bounds = np.frombuffer(flat, np.uint32), np.frombuffer(offsets, np.uint64).tolist()
         return [ids[begin:end] for begin, end in pairwise(bounds)]
 
+    def encode_named(self, text: str) -> np.ndarray:
+        """Return the ids of a text, uint32 `[tokens]`, in which names of special tokens stand for these, and nothing is
+        added. Raises as `encode_batch`."""
+        with panics_as_user_errors("of fastokens"):
+            return np.frombuffer(self._library.encode_batch_flat([text], False, False)[0], np.uint32)
+
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return Fast, (self.content,)
 

@@ -31,6 +31,7 @@ from dtgpt.data.prepare.documents import (
 )
 from dtgpt.data.prepare.parquet import row_pieces
 from dtgpt.data.text import Broken, whole_text
+from dtgpt.hub.names import PREFIX
 from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
@@ -99,6 +100,9 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
         raise UserError("standard input (-) is given twice; it can be read only once")
     sources = []
     for name in names:
+        if name.startswith(PREFIX) and not os.path.lexists(name):
+            sources.append(InputFile(name, "hub"))
+            continue
         head = None if name == STDIN else _head(name)
         found = _kind_of(name) if kind == "auto" else kind
         if found == "parquet":
@@ -141,6 +145,12 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
                 yield Lines(before, source, first, data)
             before += os.path.getsize(source.path)
             continue
+        if source.kind == "hub":
+            from dtgpt.hub.rows import lines  # here: the package takes a second
+
+            for first, data in whole_lines(source, lines(source.path, keys)):
+                yield Lines(before, source, first, data)
+            continue
         with _opened(source) as raw:
             pieces = decompressed(raw, source.name)
             if source.kind == "txt":
@@ -159,7 +169,7 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
 
 
 def _expand(pattern: str) -> list[str]:
-    if pattern == STDIN or os.path.lexists(pattern) or not glob.has_magic(pattern):
+    if pattern == STDIN or pattern.startswith(PREFIX) or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
     names = sorted(name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
     if not names:

@@ -143,8 +143,10 @@ def prepare(config: PrepareConfig) -> Summary:
         blocks, size = read_blocks(sources, keys if messages is None else ()), total_bytes(sources)
         if messages is None:
             encoder, blocks = quicken(encoder, blocks, size)
-            summary.fast = encoder.fast is not None
-        workers = config.workers or most_workers(size if summary.fast else None)
+        else:
+            encoder, blocks = messages.quicken(encoder, blocks, size)
+        summary.fast = encoder.fast is not None
+        workers = config.workers or most_workers(size if summary.fast and messages is None else None)
         encoded = stack.enter_context(ordered_map(encoder, workers))
         progress = Progress(size, config.log_interval)
         stack.callback(progress.clear)

@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import IO
 
 from dtgpt.data.text import Broken
-from dtgpt.util.console import counted, duration, say
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
+from dtgpt.util.shared.words import duration
 
 REDRAW, REPEAT = 0.5, 10.0  # seconds between two drawings on a terminal, and between two lines elsewhere
 SHOWN = 20  # broken lines that are named one by one, and files that are named at the end

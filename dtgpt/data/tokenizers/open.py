@@ -31,6 +31,10 @@ class TokenizerFormat:
         """Return the names by which a user may call tokenizers of this format, which `make` takes."""
         return []
 
+    def is_called(self, name: str) -> bool:
+        """Return whether `make` takes a name, one of `names` or of a form of its own."""
+        return name in self.names()
+
     def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
         """Return the tokenizer of one of `names`, or of the kind, one of `makes`; one that learns its vocabulary has at
         most `vocab_size` tokens of the documents. Raise UserError where it cannot be made."""
@@ -83,7 +87,7 @@ def open_tokenizer(
         return _of_path(path, begin)
     known = ["bytes"]
     for form in formats():
-        if name in form.names():
+        if form.is_called(name):
             return form.make(name, [], 0)
         known += form.names()
     raise UserError(f"the tokenizer {name} is neither a file nor one of {', '.join(known)}; give {FILES}")

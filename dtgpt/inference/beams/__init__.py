@@ -3,5 +3,8 @@
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
-    options=("dtgpt.inference.beams.options:BeamOptions",), rank_commands=("dtgpt.inference.beams.search:assign",)
+    options=("dtgpt.inference.beams.options:BeamOptions",),
+    engines=("dtgpt.inference.beams.engine:SearchEngine",),
+    schedulers=("dtgpt.inference.beams.engine:SearchScheduler",),
+    rank_commands=("dtgpt.inference.beams.search:assign",),
 )

@@ -1,9 +1,10 @@
 """The options of a prompt that ask for a beam search."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from dtgpt.inference.base_options import MOST_SEQUENCES, BaseOptions, declared
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -22,6 +23,29 @@ class BeamOptions(BaseOptions):
         float, "a beam scores the sum of its log-probabilities / length ** length_penalty", Bounds(-10, 10)
     ] = 1.0
     early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
+
+    search: Any = None  # the `Beams`, in place of draws
+
+    @property
+    def rows(self) -> int:
+        return super().rows if self.search is None else self.search.width
+
+    @property
+    def counted_rows(self) -> str:
+        return super().counted_rows if self.search is None else counted(self.rows, "beam")
+
+    def check_job(self, job: Any, vocab_size: int) -> None:
+        super().check_job(job, vocab_size)
+        if self.search is not None:
+            self.search.validate(job, vocab_size)
+
+    def check_exact(self) -> None:
+        super().check_exact()
+        if self.search is not None:
+            raise UserError(
+                f"num_beams={self.search.width} searches, and exact log-probabilities are those of sampled tokens; use "
+                "num_beams=1, or load the model without exact"
+            )
 
     def settled(self) -> Self:
         if self.num_beams == 1:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dtgpt.inference.base_options import Candidates, SearchedRows
+from dtgpt.inference.base_options import Candidates
 from dtgpt.inference.commands import copy
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NOT_FINITE, PromptJob, SequenceUpdate
@@ -44,22 +44,12 @@ class Beams:
     # does, those that end included, which goes on longer (Megatron-LM of 2023, transformers before 4.50).
     ended_bound: bool = False
 
-    @property
-    def rows(self) -> int:
-        """The number of slots that it needs at once."""
-        return self.width
-
-    @property
-    def words(self) -> tuple[str, str, str]:
-        """What a row is called in messages, the option that asks for the search, and the one that does not."""
-        return "beam", f"num_beams={self.width}", "num_beams=1"
-
     def validate(self, request: PromptJob, vocab_size: int) -> None:
         """Raise UserError, one sentence, for a request that cannot be searched like this."""
         self.check(vocab_size, request.choices)
         check_rules(OPTIONS, request.options)
 
-    def begin(self, request: PromptJob, slots: list[int]) -> SearchedRows:
+    def begin(self, request: PromptJob, slots: list[int]) -> "BeamSlots":
         """Return the search for a request whose first slot has read the prompt."""
         return BeamSlots(self, request, slots)
 
@@ -224,13 +214,14 @@ class BeamSlots:
     def advance(
         self, engine: Engine, active: ActiveJob, rows: Mapping[int, int], results: Sampled
     ) -> list[SequenceUpdate]:
-        """Choose the rows of the next step, or return the sequences that were found; see `SearchedRows`."""
+        """Choose the rows of the next step, or return the sequences that were found; see `_choose`."""
         if results.logprobs[list(rows.values())].isnan().any():
             return engine.end_all(active, NOT_FINITE)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
         candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
         if chosen := self._choose(candidates, engine.command):
-            engine.scheduler.go_on(active.number, chosen)
+            scheduler: Any = engine.scheduler  # a `SearchScheduler`
+            scheduler.go_on(active.number, chosen)
             return []
         engine.drop(active)
         return [

@@ -2,4 +2,9 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(options=("dtgpt.inference.grammar.options:GrammarOptions",))
+CAPABILITY = Capability(
+    options=("dtgpt.inference.grammar.options:GrammarOptions",),
+    engines=("dtgpt.inference.grammar.engine:GuidedEngine",),
+    schedulers=("dtgpt.inference.grammar.engine:GuidedScheduler",),
+    rank_commands=("dtgpt.inference.grammar.engine:allow",),
+)

@@ -4,13 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from dtgpt.inference.base_options import BaseOptions, Guide, Values
+from dtgpt.inference.base_options import BaseOptions, Values
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Given, Rule, Rules, check_rules
 from dtgpt.util.storage import read_json
+
+if TYPE_CHECKING:
+    from dtgpt.inference.grammar.engine import Guide
 
 ALONE: Rules = tuple(
     Rule(f"json_schema ends a text where its JSON ends; leave {name} out", Given("json_schema"), Given(name))
@@ -60,15 +63,20 @@ class GrammarOptions(BaseOptions):
 
     @property
     def is_guided(self) -> bool:
+        """Whether the host says before each step which ids may come."""
         return bool(self.json_schema or self.grammar)
 
     @property
     def variant(self) -> Variant:
         return super().variant._replace(masks=self.is_guided)
 
-    def guide(self, job: Any, tokenizer: Any) -> Guide | None:
-        if not self.is_guided:
-            return None
+    def check_tokenizer(self, job: Any, tokenizer: Any) -> None:
+        super().check_tokenizer(job, tokenizer)
+        if self.is_guided:
+            self.guide(job, tokenizer)
+
+    def guide(self, job: Any, tokenizer: Any) -> "Guide":
+        """Return what guides a sequence of a `PromptJob`. Raise UserError where it cannot."""
         from dtgpt.inference.grammar.guide import GrammarGuide
 
         return GrammarGuide(job, tokenizer)

@@ -22,10 +22,12 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.base_options import check_switches
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.library.jobs import run_jobs, segments
 from dtgpt.inference.model import Model, Need, P, need_of
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import encode, segments
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, Score, check_prompt, check_range
+from dtgpt.inference.prompts import encode
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_prompt, check_range
+from dtgpt.inference.scores.options import Score
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
@@ -116,7 +118,7 @@ class LibraryModel(Model):
 
         def work(engine: Engine, asked: _Asked) -> Any:
             (given, jobs), known = asked, self.known_tokenizer
-            found = list(engine.run(jobs))
+            found = list(run_jobs(engine, jobs))
             for one in chain.from_iterable(found):
                 one.segments = segments(known, one.ids) if details and known else None
             return {**given._asdict(), "found": found}

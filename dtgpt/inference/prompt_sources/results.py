@@ -12,12 +12,14 @@ from typing import Any
 
 from dtgpt.commands.generate import make_job
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.prompt_sources.files import Line, read_prompts_file
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.tools.progress import ProgressLines
-from dtgpt.util.console import counted, duration
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.shared.words import duration
 
 
 def write_results(model: Model, base: dict[str, Any], options: Any) -> None:
@@ -38,7 +40,7 @@ def write_results(model: Model, base: dict[str, Any], options: Any) -> None:
 
     def work(engine: Engine, asked: list[tuple[Line, PromptJob]]) -> None:
         model.describe()
-        results.write([line for line, _ in asked], engine.run(job for _, job in asked))
+        results.write([line for line, _ in asked], run_jobs(engine, (job for _, job in asked)))
 
     model.run(prepare, work)
 

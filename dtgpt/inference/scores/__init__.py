@@ -3,5 +3,7 @@
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
-    scorers=("dtgpt.inference.scores.prompts:SCORER",), rank_commands=("dtgpt.inference.scores.prompts:read_and_score",)
+    options=("dtgpt.inference.scores.options:ScoreOptions",),
+    engines=("dtgpt.inference.scores.prompts:ScoringEngine",),
+    rank_commands=("dtgpt.inference.scores.prompts:read_and_score",),
 )

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, as the engine asks for them: prompts are read by a command of their own.
+"""Log-probabilities of the tokens of prompts: an engine that reads these prompts by a command of its own.
 
 A chunk of a prompt is scored as it is read. The head computes logits of all its tokens, which are gathered and scored
 a few rows at a time.
@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Chunk
-from dtgpt.inference.request import Score, alternatives_of
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import NOT_FINITE, SequenceUpdate, alternatives_of
+from dtgpt.inference.scheduler import PromptChunk
+from dtgpt.inference.scores.options import Score
 from dtgpt.inference.scores.tokens import Scores, token_scores
+from dtgpt.inference.sequence import ActiveJob
 from dtgpt.inference.step import Pending, Step, exact_bits, gather_columns
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
@@ -43,20 +47,52 @@ def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> S
     return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-class _Scorer:
-    command = staticmethod(read_and_score)
+class ScoringEngine(Engine):
+    """An engine for jobs that ask for scores of their prompts, which are read by themselves: a pass over several has
+    logits of none."""
 
-    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Scores]) -> Score | None:
-        if any(chunk.logprobs.isnan().any() for chunk in chunks):
-            return None
-        return Score(
-            ids=ids,
-            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
-            greedy=[flag for chunk in chunks for flag in chunk.greedy.tolist()],
-            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)]
-            if alternatives
-            else [],
-        )
+    def _forget(self) -> None:
+        super()._forget()
+        self._chunks: dict[int, list[Scores]] = {}  # of prompts that are being read, by number of the job
+
+    def drop(self, active: ActiveJob) -> None:
+        super().drop(active)
+        self._chunks.pop(active.number, None)
+
+    def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Scores]]]:
+        """Return the scores, by number of the job."""
+        jobs = {chunk: self._active[chunk.request].job for chunk in chunks}
+        super()._read([chunk for chunk, job in jobs.items() if not job.options.prompt_logprobs])
+        scores = []
+        for chunk, job in jobs.items():
+            if job.options.prompt_logprobs:  # which need the token after the chunk, too
+                ids, alternatives = job.ids[chunk.first : chunk.stop + 1], job.options.top_logprobs
+                read = self.command(read_and_score, chunk.slot, chunk.first, ids, alternatives)
+                scores.append((chunk.request, read))
+        return scores
+
+    def _take_read(self, read: list[tuple[int, Pending[Scores]]]) -> None:
+        for number, pending in read:
+            if number in self._active:
+                self._chunks.setdefault(number, []).append(pending.wait())
+
+    def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
+        """Take the scores of the prompt, if any, before its choices begin."""
+        job = active.job
+        if job.options.prompt_logprobs:
+            active.prompt = score_of(job.ids, job.options.top_logprobs, self._chunks.pop(active.number, []))
+            if active.prompt is None:
+                return self.end_all(active, NOT_FINITE)
+        return super()._begin(active)
 
 
-SCORER = _Scorer()
+def score_of(ids: list[int], alternatives: int, chunks: Sequence[Scores]) -> Score | None:
+    """Return the scores of a prompt, of whose chunks these are the results; None where they are not finite."""
+    if any(chunk.logprobs.isnan().any() for chunk in chunks):
+        return None
+    return Score(
+        ids=ids,
+        logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
+        greedy=[flag for chunk in chunks for flag in chunk.greedy.tolist()],
+        alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)] if alternatives else [],
+    )

@@ -23,6 +23,7 @@ from dtgpt.interop.foreign import check_architecture
 from dtgpt.interop.hf.architecture import Architecture
 from dtgpt.interop.hf.experts import alternating, gates_first
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, read_object, save_tensors, with_file
+from dtgpt.interop.hf.peft_rows import rows_for_peft
 from dtgpt.interop.keys import Key, Keys, among, check_keys, just
 from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
@@ -311,6 +312,8 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     }
     if written.parameters:  # a key that old versions of peft do not know
         settings["target_parameters"] = sorted(written.parameters)
+    rows, of_rows = rows_for_peft(adapter, architecture, OUTER)
+    settings |= of_rows
     with new_folder(folder) as made:
-        save_tensors(written.tensors, made / WEIGHTS)
+        save_tensors(written.tensors | rows, made / WEIGHTS)
         write_json(made / ADAPTER_CONFIG, settings)

@@ -27,6 +27,7 @@ from dtgpt.models.layers import (
     LossWeights,
     Output,
     RMSNorm,
+    Table,
     add,
 )
 from dtgpt.models.llama import MLP, HeadNorm
@@ -113,7 +114,7 @@ class Embedding(BoundModule):
     def __init__(self, config: Gemma3Config, dtype: torch.dtype):
         super().__init__()
         self.dtype, self.scale = dtype, torch.tensor(math.sqrt(config.hidden_size), dtype=dtype, device="cpu").item()
-        self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.tokens = Table(config.padded_vocab_size, config.hidden_size)
         self.drop = Dropout(config.dropout)
 
     def compute(self, tokens: Tensor, context: Context) -> Tensor:

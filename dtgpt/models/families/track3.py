@@ -30,6 +30,7 @@ from dtgpt.models.layers import (
     LossWeights,
     Output,
     PreNormBlock,
+    Table,
     mlp,
 )
 from dtgpt.models.roles import Role, Roles, role_of
@@ -124,7 +125,7 @@ class Embedding(BoundModule):
     def __init__(self, config: Track3Config, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.tokens = Table(config.padded_vocab_size, config.hidden_size)
         self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.drop = Dropout(config.dropout)
 

@@ -91,12 +91,12 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, rows, columns))
         self.bias = nn.Parameter(torch.empty(count, rows)) if bias else None
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """ends: int32 `[E]`, the row behind the last one of each expert."""
+    def forward(self, x: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
+        """ends: int32 `[E]`, the row behind the last one of each expert. filled: whether no rows lie behind these."""
         bias = None if self.bias is None else self._held(self.bias, x)
         if bias is not None and self.bound.through is not None:
             bias = self.bound.through(bias)
-        given, multiply = (x, self._held(self.weight, x), bias), partial(grouped_linear, ends=ends)
+        given, multiply = (x, self._held(self.weight, x), bias), partial(grouped_linear, ends=ends, filled=filled)
         return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
 
     def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Experts(nn.Module):
     """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
     choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
 
-    bound: Binding = PLAIN  # `run` in place of `products`, for experts of which a rank has some
+    bound: Binding = PLAIN  # `run` in place of `of_tokens`, for experts of which a rank has some
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -118,14 +118,19 @@ class Experts(nn.Module):
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        tokens = x.flatten(0, -2)
-        order = sorted_rows(choice.experts.flatten(0, -2), self.count)
-        made = (self.bound.run or self.products)(gathered(tokens, order), order.ends)
-        return summed(made, choice.weights.flatten(0, -2), order).view_as(x)
+        of_tokens = Choice(*(each.flatten(0, -2) for each in choice))
+        return (self.bound.run or self.of_tokens)(x.flatten(0, -2), of_tokens).view_as(x)
 
-    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert."""
-        return self.down(self.activation(self.gate_up(rows, ends)), ends)
+    def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Return the sums `[N, H]` of tokens x `[N, H]`. run: in place of `products`."""
+        order = sorted_rows(choice.experts, self.count)
+        made = (run or self.products)(gathered(x, order), order.ends)
+        return summed(made, choice.weights, order)
+
+    def products(self, rows: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
+        """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert.
+        filled: whether no rows lie behind these; what is made of those is not to be read."""
+        return self.down(self.activation(self.gate_up(rows, ends, filled)), ends, filled)
 
 
 class Shared(nn.Module):

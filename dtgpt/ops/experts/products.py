@@ -1,8 +1,8 @@
 """Products of rows with the matrices of their experts: a grouped product, of which `linear` is the one with one group.
 
-Rows lie by expert, and the last one ends where the rows do: nothing behind it is read or left as it was. An expert
-without rows takes no time, and its weights are not read. Sharding rule: rows may be sharded between tokens, each rank
-with ends of its own; the gradient of the weights is then an addend on each.
+Rows lie by expert. Behind the last one there may be more, which take no time: what is made of them is not to be read.
+An expert without rows takes no time, and its weights are not read. Sharding rule: rows may be sharded between tokens,
+each rank with ends of its own; the gradient of the weights is then an addend on each.
 """
 
 from typing import Any
@@ -17,8 +17,14 @@ from dtgpt.ops.operation import Operation
 def grouped_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return x w^T `[M, out]`, each row by the matrix of its expert, in plain torch: the test oracle. Reads the
     host."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([F.linear(rows, own) for rows, own in zip(x.split(sizes), weight.unbind(0), strict=True)])
+    *parts, rest = x.split(_sizes(ends, len(x)))
+    made = [F.linear(rows, own) for rows, own in zip(parts, weight.unbind(0), strict=True)]
+    return torch.cat([*made, x.new_zeros(len(rest), weight.shape[1])] if len(rest) else made)
+
+
+def _sizes(ends: Tensor, rows: int) -> list[int]:
+    """Return how many rows each expert has, and how many there are behind."""
+    return ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), rows)).tolist()
 
 
 def masked_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -31,11 +37,11 @@ def masked_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def experts_of_rows(x: Tensor, ends: Tensor) -> Tensor:
-    """Return the expert of each row of x, int64 `[M]`."""
+    """Return the expert of each row of x, int64 `[M]`; E for one behind the last."""
     return torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
 
 
-# x [M, in], weight [E, out, in] of one dtype, ends int32 [E] with ends[-1] = M: x[r] w[e]^T for each row r of expert e.
+# x [M, in], weight [E, out, in] of one dtype, ends int32 [E] with ends[-1] <= M: x[r] w[e]^T for the rows r of e.
 grouped_product = Operation("grouped_product", grouped_reference, "x[r] w[e]^T for the rows r of each expert e")
 
 
@@ -47,8 +53,9 @@ product_op.register_fake(lambda x, weight, ends: x.new_empty(len(x), weight.shap
 @torch.library.custom_op("dtgpt::grouped_outer", mutates_args=(), device_types="cpu")
 def outer_op(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return dweight `[E, out, in]`: of each expert the sum over its rows of dy `[M, out]` times x `[M, in]`."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.stack([left.t() @ right for left, right in zip(dy.split(sizes), x.split(sizes), strict=True)])
+    sizes = _sizes(ends, len(x))
+    pairs = zip(dy.split(sizes), x.split(sizes), strict=True)
+    return torch.stack([left.t() @ right for left, right in list(pairs)[:-1]])
 
 
 outer_op.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
@@ -68,11 +75,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
 product_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, filled: bool = True) -> Tensor:
     """Return x w^T + bias `[M, out]` in x's dtype, for x `[M, in]`, weight `[E, out, in]` and bias `[E, out]` or None.
 
-    ends: int32 `[E]`, the row behind the last one of each expert; that of the last expert is M. Raises ValueError where
-    shapes do not fit.
+    ends: int32 `[E]`, the row behind the last one of each expert. filled: whether that of the last expert is M. Raises
+    ValueError where shapes do not fit.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
         raise ValueError(
@@ -81,7 +88,12 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
         )
     apart = x.is_cpu and torch.compiler.is_compiling()
     made = product_op(x, weight, ends) if apart else grouped_product(x, weight, ends)
-    return made if bias is None else made + biases_of_rows(bias, x, ends)
+    if bias is None:
+        return made
+    biases = biases_of_rows(bias, x, ends)
+    if not filled:  # gradients of rows behind the last one may be anything, NaN too, and zero times that is no zero
+        biases = torch.where((experts_of_rows(x, ends) < len(ends))[:, None], biases, 0)
+    return made + biases
 
 
 def biases_of_rows(bias: Tensor, x: Tensor, ends: Tensor) -> Tensor:

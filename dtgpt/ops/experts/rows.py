@@ -21,7 +21,7 @@ class Order(NamedTuple):
 
     tokens: Tensor  # int64 [M]: the token of each row
     slots: Tensor  # int64 [M]: the slot of each row among all N k
-    places: Tensor  # int64 [N, k]: the row of each slot
+    places: Tensor  # int64 [N, k]: the row of each slot; -1: it has none here
     ends: Tensor  # int32 [E]: the row behind the last one of each expert
 
 
@@ -47,7 +47,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        return _sum_rows(grad.contiguous(), places), None
+        return sum_of_rows(grad.contiguous(), places), None
 
 
 def gathered(x: Tensor, order: Order) -> Tensor:
@@ -68,8 +68,9 @@ def _weighted_gradients(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(y.dtype, weights.dtype)
     dy = (weights.flatten()[slots, None] * grad.index_select(0, tokens).to(wide)).to(y.dtype)
-    products = ((grad.to(wide) * y.index_select(0, column).to(wide)).sum(-1) for column in places.unbind(1))
-    return dy, torch.stack(list(products), 1).to(weights.dtype)
+    held = places.clamp(min=0)
+    products = ((grad.to(wide) * y.index_select(0, column).to(wide)).sum(-1) for column in held.unbind(1))
+    return dy, torch.where(places < 0, 0, torch.stack(list(products), 1)).to(weights.dtype)
 
 
 WEIGHTED_ROWS = Operation("weighted_rows", _weighted, "y[t] = the sum over j of w[t, j] x[places[t, j]]")
@@ -113,9 +114,11 @@ def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callab
 
 # y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]` times row of y `[M, H]`, in y's dtype.
 weighted_rows = plain_on_cpu(WEIGHTED_ROWS, _weighted_op)
-# grad, y, weights, places, tokens, slots: the gradients of y and of the weights.
+# grad, y, weights, places, tokens, slots: the gradients of y, of which rows without a slot may be anything, and of the
+# weights, zero where a slot has no row.
 weighted_rows_gradients = plain_on_cpu(WEIGHTED_ROWS_GRADIENTS, _gradients_op)
-_sum_rows = plain_on_cpu(SUM_ROWS, sum_rows)
+# x, table: the sums `[N, H]` of the rows of x `[M, H]` in each row of the table, int64 `[N, k]`, in their order.
+sum_of_rows = plain_on_cpu(SUM_ROWS, sum_rows)
 
 
 class _Summed(torch.autograd.Function):

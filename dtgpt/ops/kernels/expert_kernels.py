@@ -96,16 +96,17 @@ def weighted_kernel(y, weights, places, out, F, SLOTS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def gradients_kernel(grad, y, weights, places, dy, dweights, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write for one slot the gradient `[F]` of its row, and that of its weight."""
+    """Write for one slot the gradient `[F]` of its row, and that of its weight. Row -1: it has none, and zero."""
     slot = tl.program_id(0).to(tl.int64)
     token, row = slot // SLOTS, tl.load(places + slot)
     weight = tl.load(weights + slot)
     product = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, F, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        own = tl.load(grad + token * F + columns, columns < F, 0.0).to(tl.float32)
-        product += own * tl.load(y + row * F + columns, columns < F, 0.0).to(tl.float32)
-        tl.store(dy + row * F + columns, (weight * own).to(dy.dtype.element_ty), columns < F)
+        here = (columns < F) & (row >= 0)
+        own = tl.load(grad + token * F + columns, here, 0.0).to(tl.float32)
+        product += own * tl.load(y + row * F + columns, here, 0.0).to(tl.float32)
+        tl.store(dy + row * F + columns, (weight * own).to(dy.dtype.element_ty), here)
     tl.store(dweights + slot, tl.sum(product, 0))
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.models.moe.config import ExpertsConfig
+from dtgpt.posttrain.demands import makes_samples
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.rules import Changed, Missing, Rule, Rules
@@ -62,6 +62,8 @@ class BalanceConfig(Section):
         given = next((name for name in names if getattr(self, name) != DEFAULTS[name]), None)
         if given is None:  # a recipe without the list of capabilities does not know that this is as it was
             return
+        from dtgpt.models.moe.config import ExpertsConfig  # every recipe reads this file
+
         value = f"balance.{given}={getattr(self, given)}"
         if not isinstance(recipe.model, ExpertsConfig):
             raise UserError(
@@ -73,7 +75,7 @@ class BalanceConfig(Section):
                 f"{value}, but the routers of this {recipe.model.architecture} have no correction of their choice that "
                 "it could move; use --model.corrects_choice on where the family has that option, else --balance.loss"
             )
-        if any(section.makes_samples for section in recipe.sections):
+        if makes_samples(recipe.sections):
             raise UserError(
                 f"{value}, but the samples that this run makes do not say which of their tokens are padding, which "
                 f"must not count; leave --balance.{given} out"

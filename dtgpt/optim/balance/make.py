@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtgpt.config.execution import Settings
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.demands import makes_samples
 
 if TYPE_CHECKING:
     from dtgpt.optim.balance.state import Balances
@@ -23,5 +24,5 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
     # Where a pass that trains has the choices of one that looks at the loads alone, which drops nothing.
     alone = mesh.world == 1 and not (model.dropout or settings.products or settings.compile)
     made = Balances(model, settings.section(BalanceConfig), mesh, alone=alone)
-    made.knows_padding = not settings.makes_samples
+    made.knows_padding = not makes_samples(settings.sections)
     return made

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LossScaleConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.optim.optimizer import norms_of
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.step_state import GradientScale
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Inventory, inventory
+from dtgpt.models.shared.flops import attention_flops
 
 EMBEDDING_COST = 0.05  # of the first block's: a lookup, a sum and a dropout, all bound by memory
 
@@ -49,4 +50,4 @@ def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
 def block_flops(parts: Inventory, block: int, seq_length: int) -> int:
     """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
     matrices = sum(parts.config.used_elements(p.shape, p.role) for p in parts.of_block(block) if len(p.shape) > 1)
-    return 6 * matrices + parts.attention_flops(block, seq_length)
+    return 6 * matrices + attention_flops(parts, block, seq_length)

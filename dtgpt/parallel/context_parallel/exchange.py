@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.models.layers import AttentionCore
-from dtgpt.parallel.context_parallel.torch_private import group_of_name
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
+from dtgpt.util.torch_private import group_of_name
 
 shared: dict[str, TokenExchange] = {}  # by the name of a group whose ranks share memory
 

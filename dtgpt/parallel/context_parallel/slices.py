@@ -22,6 +22,7 @@ from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.context_parallel import exchange
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.exchange import HeadExchange, QueryExchange
+from dtgpt.parallel.layout import degrees_of_heads
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import share
@@ -69,8 +70,6 @@ def token_bytes(settings: Settings) -> int:
 def place_dropout(part: Decoder, settings: Settings, place: RankCoordinates) -> None:
     """Give each dropout site the global index of the first token, or of the first head, that it gets on this rank. It
     adds to what tensor parallelism has set."""
-    from dtgpt.parallel.tensor import degrees_of_heads  # here, since planning reads this file, and needs no DTensor
-
     config, plan = settings.model, settings.plan
     degrees = degrees_of_heads(config, plan)
     for name, module in part.named_modules():

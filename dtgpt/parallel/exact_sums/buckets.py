@@ -29,7 +29,7 @@ class ExactBucket(ABC):
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         """table: the parameter that has two gradients; None: there is none."""
         self.parameters = sorted(parameters, key=lambda p: p is table)
-        shared = mesh.group_of(parameters[0], "shard")
+        shared = mesh.group("shard", bool(own_axes_of(parameters[0])))
         self.ranks, place = (1, 0) if shared is None else (shared.size(), shared.rank())
         self.passes, self.tied = settings.micro_batches, table is not None
         self.shapes = [tuple(map(len, region_of_tp(p, mesh.place))) for p in self.parameters]  # before ZeRO
@@ -99,7 +99,7 @@ class SummedBucket(ExactBucket):
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         super().__init__(parameters, mesh, settings, table)
-        self._group = mesh.group_of(parameters[0], "shard" if self.ranks > 1 else "replicate")
+        self._group = mesh.group("shard" if self.ranks > 1 else "replicate", bool(own_axes_of(parameters[0])))
         self.flat = torch.zeros(sum(self.parts) + 1, dtype=torch.int64, device=mesh.device)
         self.sums, self._local = self._cut(self.flat), self.flat
         if self.ranks > 1:

@@ -1,6 +1,7 @@
 """Experts of a stage, of which each of ep neighbouring ranks of data holds some."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -10,6 +11,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Experts
 from dtgpt.parallel.build import Building, Entry, shard_module
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
+from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.util.torch_private import is_dtensor
 
@@ -44,10 +46,15 @@ def spread_weights(part: Decoder, made: Building) -> None:
 
 
 def send_rows(part: Decoder, made: Building) -> None:
-    """Let rows go to the ranks that hold their experts."""
+    """Let the ranks that hold experts get the tokens of all, or where the host may ask the rows of their experts."""
     group, apart = _grid(made).get_group(AXIS), choose_sums(made.settings).orderless
+    known = Group(group.size(), group.rank(), group.group_name)
     for experts in _experts_of(part):
-        bind(experts, run=SpreadExperts(experts.products, group, apart))
+        if made.settings.plan.asks_host:
+            asked = SpreadExperts(experts.products, group, apart)
+            bind(experts, run=partial(experts.of_tokens, run=asked))
+        else:
+            bind(experts, run=GatheredExperts(experts, known, apart))
 
 
 def shard_experts(part: Decoder, made: Building) -> None:

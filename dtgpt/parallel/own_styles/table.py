@@ -17,7 +17,7 @@ from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import INNER, Role, matches, patterns_of, role_of
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.own_styles.heads import leaves_a_part
-from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, style_of
+from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, make_table, style_of
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ OF_HEADS = (Role.HEAD_DROPOUT, Role.HEAD_NORM, Role.SINKS, Role.JOINT_NORM)  # t
 
 
 def check_plan(plan: Plan, model: ModelConfig, seq_length: int) -> None:
-    """Raise UserError where no ranks share modules."""
+    """Raise UserError where no ranks share modules, and for a pattern or a style that the model cannot have."""
     if plan.tp == 1:
         raise UserError("the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out")
+    make_table(model, plan)
 
 
 def with_own_styles(config: ModelConfig, plan: Plan, default: Table, peers: Collectives | None) -> Table:

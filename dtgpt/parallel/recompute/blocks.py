@@ -32,7 +32,7 @@ def repeat_blocks(part: Decoder, building: Building) -> None:
     keeps = operations() if settings.recompute == "around_attention" else []
     for index, block in enumerate(cast(Iterable[BoundModule], part.blocks.values())):
         if repeats(settings, index):
-            bind(block, run=recomputed(block.compute, keeps))
+            bind(block, run=recomputed(block.runner, keeps))
 
 
 def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()) -> Callable[..., Tensor]:

@@ -3,9 +3,10 @@ multiprocessors from what runs beside it."""
 
 import torch.distributed as dist
 
+from dtgpt.config.plan import GPUS_OF_HOST
 from dtgpt.ops.kernels.decode.exchange import SOURCE, STRUCTS, Exchange, bytes_of
 from dtgpt.ops.kernels.extension import library
-from dtgpt.parallel.collectives import GPUS_OF_HOST, Transport
+from dtgpt.parallel.collectives import Transport
 from dtgpt.parallel.shared_memory.arena import AllRanks, may_share, share
 from dtgpt.parallel.shared_memory.collectives import open_collectives
 from dtgpt.parallel.shared_memory.edges import open_edges

@@ -1,6 +1,6 @@
 """Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,13 +42,18 @@ class EncodedChat(NamedTuple):
 @dataclass(frozen=True)
 class ChatEncoder:
     """`block -> Encoded`, to be pickled into workers. `loss`: of which tokens it counts. `names`: other names for the
-    keys of chats."""
+    keys of chats. `fast`: what encodes in place of `vocabulary`, where there is something."""
 
     vocabulary: Tokenizer
     dtype: np.dtype
     loss: Loss = "assistant"
     names: ChatKeys = field(default_factory=ChatKeys)
     key: str = KEY
+    fast: Any = None
+
+    def close(self) -> None:
+        """End the process that renders chats."""
+        self._renderer.close()
 
     @cached_property
     def _renderer(self) -> Renderer:
@@ -87,7 +92,7 @@ class ChatEncoder:
         try:
             fields = self.names.rename(json_object(line))
             chats = self._chats_in(fields)
-            found = [encode_chat(chat, self._renderer, self.vocabulary, self.loss) for chat in chats]
+            found = [encode_chat(chat, self._renderer, self.fast or self.vocabulary, self.loss) for chat in chats]
             self._fields.see(fields, chats)
             return found
         except (ChatError, TooLarge) as error:
@@ -112,6 +117,13 @@ class Chats(MessageFormat):
     """`dtgpt prepare --chat`."""
 
     key, kind = KEY, ChatEncoder
+
+    def quicken(
+        self, encoder: ChatEncoder, blocks: Iterator[Lines | Parsed], size: int | None
+    ) -> tuple[Any, Iterator[Lines | Parsed]]:
+        from dtgpt.posttrain.chats.fast import WORTHWHILE, quicken
+
+        return (encoder, blocks) if size is not None and size < WORTHWHILE else quicken(encoder, blocks)
 
     def encoder(self, config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncoder:
         """Return the encoder of chats. Raises UserError where the tokenizer has no template, or the template is not

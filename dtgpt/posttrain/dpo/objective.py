@@ -14,13 +14,14 @@ from dtgpt.posttrain.chats.packed import PackedPart
 from dtgpt.posttrain.dpo.loss import PreferenceLoss, figures_of
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
 from dtgpt.posttrain.dpo.reference import read_reference, save_reference
-from dtgpt.train.objective import Given, HeldOut, Interrupted, LanguageModel, Parts, never, own_tokens
+from dtgpt.posttrain.totals import IntervalTotals, TotalledModel
+from dtgpt.train.objective import Given, HeldOut, Interrupted, Parts, never, own_tokens, turns
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
 
 
-class Preferences(LanguageModel):
+class Preferences(TotalledModel):
     """The loss of packed pairs. Their reference is the model with which the run begins, or what its folder kept."""
 
     dataset: PairDataset
@@ -74,17 +75,15 @@ class Preferences(LanguageModel):
         data, mesh, size = self.dataset, self.parts.mesh, self.parts.settings.micro_batch_size
         values = torch.zeros(int(part.bounds[samples]), dtype=torch.float64, device=mesh.device)
         begins, place = list(range(0, samples, size)), mesh.place
-        for first in range(0, len(begins), mesh.plan.dp):
+        for index, counts_here in turns([min(size, samples - begin) for begin in begins], mesh):
             if interrupted():
                 return None
-            # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
-            turn = first + place.dp
-            begin = begins[turn if turn < len(begins) else first]
+            begin = begins[index]
             numbers = np.arange(begin, min(begin + size, samples))
             windows = to_device(part.windows(numbers), mesh.device)
             batch = with_answers(data.to_batch(windows, self.masks), windows, data.answers, None)
             sums = self.parts.engine.evaluate(own_tokens(batch, place))
-            if sums is not None and turn < len(begins) and place.tp == place.cp == 0:
+            if sums is not None and counts_here and place.tp == place.cp == 0:
                 counts = np.diff(part.bounds[begin : numbers[-1] + 2])
                 there = torch.arange(data.answers) < torch.from_numpy(counts)[:, None]
                 bounds = slice(int(part.bounds[begin]), int(part.bounds[numbers[-1] + 1]))
@@ -112,8 +111,8 @@ class Preferences(LanguageModel):
         shown = f"loss {figures['loss']:.4f}  {rewards}"
         return HeldOut(figures, shown, {f"{PART_NAMES[part]} loss": figures["loss"]})
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
-        return figures_of(totals)
+    def figures(self, interval: IntervalTotals) -> dict[str, float]:
+        return figures_of(interval.totals())
 
     def caution(self, figures: dict[str, float]) -> str | None:
         return self.loss.caution(figures)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dtgpt.config.execution import MOST_SLOTS, Settings, Switch
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.sections import Rows, Section
+from dtgpt.posttrain.demands import Rows, SampleMaker
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -27,7 +27,7 @@ EXCLUDED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(Section):
+class GrpoConfig(SampleMaker):
     """Answers of the model to prompts, and rewards for them. A recipe names a subclass with a `prompt` and a `reward`.
 
     The gradient is that of -A log p of the tokens of an answer, A its reward less the mean of its group: one update for

@@ -45,7 +45,7 @@ class Reinforcement(LanguageModel):
     def batch(self, step: int) -> Batch:
         return self.rollouts.batch(step)
 
-    def figures(self, totals: list[float]) -> dict[str, float]:
+    def figures(self, interval: Any) -> dict[str, float]:
         return self.rollouts.figures()
 
     def examples(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dtgpt.run.signals import StopRequest
+from dtgpt.run.stop_request import StopRequest
 from dtgpt.train.objective import StepFailed
 from dtgpt.util.errors import UserError
 

@@ -21,6 +21,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.library.jobs import run_jobs
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import Completion, NotFinite, PromptJob
@@ -33,6 +34,7 @@ from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
+from dtgpt.posttrain.demands import slots_of
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone, shares_prompts
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method
@@ -165,7 +167,7 @@ class Rollouts:
     def engine(self) -> Engine:
         """The engine of the run, or of this rank. Its cache has the positions of a sample. Raises UserError where it
         has no memory."""
-        settings, slots = self.settings, self.settings.slots
+        settings, slots = self.settings, slots_of(self.settings)
         mesh = Mesh(ResolvedPlan(dp=1), self.mesh.device) if self.alone else self.mesh
         config = replace(settings.model, seq_length=settings.seq_length)
         if (fits := slots_on_every_rank(self.mesh, config, mesh.plan, settings.dtype)) < slots:
@@ -210,7 +212,7 @@ class Rollouts:
         failure: RolloutsFailed | NotFinite | None = None
         try:
             asked = [self._asked(index) for index in prompts]
-            drawn = list(self.engine.run([job for _, job in asked]))
+            drawn = list(run_jobs(self.engine, [job for _, job in asked]))
         except (RolloutsFailed, NotFinite) as error:
             failure = error
         self.engine.release()

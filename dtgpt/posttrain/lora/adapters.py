@@ -155,8 +155,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
-    """Freeze a stage on the meta device, cut by tensor parallelism, and add its adapters. device: of the run."""
-    part.requires_grad_(False)
+    """Add the adapters of a stage on the meta device, cut by tensor parallelism, to it. device: of the run."""
     config, lora = part.config, settings.section(LoraConfig)
     dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
     for parameter in inventory(config).parameters():
@@ -207,6 +206,7 @@ def initialize_adapters(shards: Shards, settings: Settings, key: Tensor, draws_w
     for shard in shards:
         if shard.name.endswith(B):
             shard.local.zero_()
+        if not shard.name.endswith(A):
             continue
         own, std = fold(key, shard.name).to(shard.local.device), (3 * shard.parameter.shape[-1]) ** -0.5
         for rows, piece in row_chunks(shard.region):

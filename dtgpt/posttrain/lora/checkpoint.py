@@ -19,7 +19,7 @@ from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.parallel.layout import slices
 from dtgpt.posttrain.lora.adapters import adapted, matrix_of_rows, names_of, shapes_of, spread
 from dtgpt.posttrain.lora.config import BITS, LoraConfig
@@ -40,7 +40,7 @@ def fingerprint(source: Source) -> str:
     digest = hashlib.sha256(json.dumps([config.architecture, shape], sort_keys=True).encode())
     for parameter in inventory(config).parameters():
         if len(parameter.shape) == 1:
-            part: Part = (range(parameter.shape[0]),)
+            part: Ranges = (range(parameter.shape[0]),)
         elif parameter.block in (0, config.num_layers - 1):
             part = (range(1), *map(range, parameter.shape[1:]))
         else:
@@ -91,7 +91,7 @@ def check_base(adapter: Path, base: str, saved: str, found: str, given: Path) ->
 class Addend(Protocol):
     """An adapter as what it adds to weights."""
 
-    def read(self, name: str, part: Part | None = None) -> Tensor | None:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor | None:
         """Return what is added to the elements `part` of the parameter `name`, fp32 on the CPU; None: nothing."""
 
 
@@ -113,7 +113,7 @@ class SavedAdapter:
             read_part(self.checkpoint, tensor, shape, tuple(map(range, shape)), made[-1])
         return made[0], made[1]
 
-    def read(self, name: str, part: Part | None = None) -> Tensor | None:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor | None:
         if name not in self.weights:
             return None
         a, b = self.factors(name)
@@ -132,18 +132,18 @@ class Merged(Source):
         self.iteration, self.consumed_samples = base.iteration, base.consumed_samples
         self.checkpoint = adapter.checkpoint if isinstance(adapter, SavedAdapter) else None
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         values, addend = self._base.read(name, part), self._adapter.read(name, part)
         return values if addend is None else values + addend
 
 
-def merged(base: Source, path: Path, checkpoint: Checkpoint) -> Merged:
-    """Return `base`, the model at `path`, with the adapters of a checkpoint. Raise UserError where they are for another
-    model."""
+def merged(base: Source, path: Path, checkpoint: Checkpoint, original: Source | None = None) -> Merged:
+    """Return `base`, the model at `path`, with the adapters of a checkpoint. original: the model there, where `base` is
+    a changed one. Raise UserError where the adapters are for another model."""
     adapter = SavedAdapter(checkpoint)
     check_shape(checkpoint.folder, checkpoint.config, base.config, path)
     facts = adapter.facts
-    check_base(checkpoint.folder, facts["base"], facts["fingerprint"], fingerprint(base), path)
+    check_base(checkpoint.folder, facts["base"], facts["fingerprint"], fingerprint(original or base), path)
     return Merged(adapted_to(base, adapter.lora), adapter)
 
 

@@ -1,6 +1,7 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
@@ -59,10 +60,10 @@ class LoraConfig(Section):
             Given("has_added_precision"),
         ),
         Rule(
-            "lora.rank={lora.rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
-            "--lora.rank 0",
+            "lora.rank={lora.rank}, but reduce={reduce} sums the gradients of whole weights alone; use --reduce fast "
+            "or --lora.rank 0",
             Given("lora.rank"),
-            Is("reduce", "==", "exact"),
+            Is("reduce", "!=", "fast"),
         ),
     )
     plan_rules: ClassVar[Rules] = (
@@ -71,6 +72,12 @@ class LoraConfig(Section):
             "activations, which frozen weights do not have; use another schedule or --lora.rank 0",
             Given("rank"),
             Given("plan.splits_backward"),
+        ),
+        Rule(
+            "lora.bits={bits} under zero{plan.zero} needs torch 2.13 or newer, since fully_shard of torch {torch} "
+            "takes no integers; install it, or use a plan without zero or --lora.bits 0",
+            Given("has_whole_integers"),
+            Given("plan.zero"),
         ),
     )
     new_weights_rules: ClassVar[Rules] = (
@@ -98,6 +105,15 @@ class LoraConfig(Section):
     @property
     def roles(self) -> set[Role]:
         return {role for name in self.targets.split(",") for role in TARGETS[name]}
+
+    @property
+    def torch(self) -> str:
+        return version("torch")
+
+    @property
+    def has_whole_integers(self) -> bool:
+        """Return whether weights in 4 bits are integers that this version of torch cannot shard."""
+        return self.bits > 0 and tuple(map(int, self.torch.split(".")[:2])) < (2, 13)
 
     @property
     def scale(self) -> float:

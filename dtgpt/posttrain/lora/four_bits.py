@@ -20,7 +20,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import fill_weight
 from dtgpt.models.inventory import Shape, inventory
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Ranges, Source
 from dtgpt.ops.local_tensors import local, on_local_tensors
 from dtgpt.ops.nf4.form import BLOCK, Nf4, Place, shapes, whole
 from dtgpt.ops.nf4.linear import nf4_linear
@@ -119,7 +119,7 @@ class InFourBits(_Changed):
     def make(self, name: str) -> Nf4:
         return self.quantised(name, self.device)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         module, _, kind = name.rpartition(".")
         weight = f"{module}.weight"
         if weight not in self.names or kind not in PARTS:
@@ -135,7 +135,7 @@ class OfFourBits(_Changed):
         matrix = self.quantised(name, torch.device("cpu"))
         return dequantise(matrix, whole(matrix), torch.float32)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         if name not in self.names:
             return self.base.read(name, part)
         found: Tensor = self.form(name)
@@ -149,7 +149,7 @@ class Drawn(Source):
         self.config, self.key, self.device = config, key, device
         self.shapes = {p.name: p.shape for p in inventory(config).parameters()}
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
+    def read(self, name: str, part: Ranges | None = None) -> Tensor:
         region = [range(size) for size in self.shapes[name]] if part is None else list(part)
         made = torch.empty([len(each) for each in region], device=self.device)
         fill_weight(made, name, region, self.config, self.key)

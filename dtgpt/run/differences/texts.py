@@ -9,11 +9,12 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE
 from dtgpt.checkpoint.manifest import as_tuple
-from dtgpt.data.open import format_of
+from dtgpt.data.open import format_of, formats
 from dtgpt.run.saved_recipe import ABSENT, OF_ONE_START, read_recipe, saved_value
-from dtgpt.util.console import hanging, say
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.shared.option_words import value_text
+from dtgpt.util.shared.words import hanging
 from dtgpt.util.storage import parse_json, read_regular
 
 # What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
@@ -82,7 +83,8 @@ def check_data(run: Path, path: str | None) -> None:
     if path is None or os.path.exists(path):
         return
     form = format_of(path)
-    if (form is not None and form.is_here(path)) or path != saved_value(read_recipe(run), "data.path"):
+    here = (form is not None and form.is_here(path)) or any(form.is_name(path) for form in formats())
+    if here or path != saved_value(read_recipe(run), "data.path"):
         return
     try:
         start = parse_json(read_regular(run / "environment.json"))

@@ -1,5 +1,8 @@
-"""Values that older versions of dtgpt wrote into recipe.json in another way."""
+"""The recipe.json of a run that goes on: as older versions wrote it, and held against the fields of today."""
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(older_recipes=("dtgpt.run.older_recipes.values:translate",))
+CAPABILITY = Capability(
+    older_recipes=("dtgpt.run.older_recipes.values:translate",),
+    saved_recipes=("dtgpt.run.older_recipes.checks:checked_values",),
+)

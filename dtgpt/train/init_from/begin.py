@@ -43,7 +43,10 @@ def begin(init_from: str | None, resume: str | Path | None, vocab_size: int) -> 
 
 
 class OwnRun(Beginning):
-    """A run of dtgpt that goes on."""
+    """A run of dtgpt that goes on. change: returns the weights of another model, which has other sizes in this run, for
+    a trainer."""
+
+    change: Callable[["Trainer", Source], Source] = staticmethod(lambda trainer, source: source)
 
     def beside(self, checkpoint: Checkpoint, freezes: bool) -> Beginning:
         places = (base.place(checkpoint, self.path) for base in bases() if freezes)
@@ -95,7 +98,7 @@ class OtherModel(OwnRun):
         return model_with(tokenizer, self.path, data)
 
     def give_weights(self, trainer: "Trainer", sizes: Callable[[int, int], BatchSizes]) -> None:
-        load_initial_weights(self.path, trainer)
+        load_initial_weights(self.path, trainer, self.change)
 
     def save(self, own: type[ModelConfig], tokenizer: Tokenizer, run: Path) -> None:
         config = open_config(self.path, own)
@@ -103,7 +106,7 @@ class OtherModel(OwnRun):
             form.keep(self.path, config, tokenizer, run)
 
 
-class Beside(Beginning):
+class Beside(OwnRun):
     """The weights at `path` that a run of dtgpt freezes, None: it freezes none, beside the checkpoint with which it
     goes on."""
 
@@ -115,7 +118,7 @@ class Beside(Beginning):
 
     def give_weights(self, trainer: "Trainer", sizes: Callable[[int, int], BatchSizes]) -> None:
         if self.path is not None:
-            load_initial_weights(self.path, trainer)
+            load_initial_weights(self.path, trainer, self.change)
         entries = {state.name: state.entry for state in trainer.states if isinstance(state, Frozen)}
         for base in bases():
             if base.entry in self.checkpoint.state or base.entry in entries:
@@ -163,11 +166,12 @@ class Frozen(StepState):
         """Nothing: `Base.check` has compared both."""
 
 
-def load_initial_weights(path: Path, trainer: "Trainer") -> None:
-    """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
-    where it holds another model."""
+def load_initial_weights(path: Path, trainer: "Trainer", change: Callable[["Trainer", Source], Source]) -> None:
+    """Fill the shards of a new run with the weights at `path`, of another run or of another library, as `change`
+    returns them. Raises UserError where it holds another model."""
     config = trainer.settings.model
-    source = open_source(path, trainer.mesh, own=type(config))
+    own_source = open_source(path, trainer.mesh, own=type(config))
+    source = change(trainer, own_source)
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
@@ -186,7 +190,7 @@ def load_initial_weights(path: Path, trainer: "Trainer") -> None:
     held_form = reduce(lambda found, base: base.held(trainer.settings, found, trainer.mesh.device), own, source)
     load_weights(held_form, frozen or trainer.shards)
     for base in own:
-        describe = partial(base.describe, trainer.settings, path, source)
+        describe = partial(base.describe, trainer.settings, path, own_source)
         trainer.states.append(Frozen(base.entry, trainer.mesh.on_rank_0(describe)))
 
 

@@ -1,5 +1,5 @@
 """The kernels of the first step are compiled side by side, before that step."""
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, When
 
-CAPABILITY = Capability(observers=("dtgpt.train.rehearsal.observer:observe",))
+CAPABILITY = Capability(observers=(When("dtgpt.train.rehearsal.observer:observe", ("device=auto", "device=cuda")),))

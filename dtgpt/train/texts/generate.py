@@ -12,6 +12,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import NotFinite, PromptJob
+from dtgpt.inference.scheduler import Scheduler
 from dtgpt.train.objective import never
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.shared.as_loaded import as_loaded
@@ -46,6 +47,16 @@ def _going_on(begin: AnswerStart, options: Options, tokens: int, positions: int,
     return PromptJob(begin.ids, options, step)
 
 
+class _InOrder(Scheduler):
+    """One job after the other."""
+
+
+class _TextEngine(Engine):
+    """An engine for these jobs, which ask for nothing that a capability adds: none is imported."""
+
+    turns = _InOrder
+
+
 def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, interrupted: Callable[[], bool]) -> str:
     """Return the texts of the jobs, the same on every rank: after the `prompt`, or where that is None the whole
     sequences. They end early when `interrupted` is true on rank 0."""
@@ -53,7 +64,7 @@ def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, inter
     vocab_size = min(tokenizer.vocab_size, settings.model.vocab_size)
     # Single tokens would be compiled anew. Without a compiled block, nothing imports the compiler.
     with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
-        engine = Engine(
+        engine = _TextEngine(
             trainer.stages,
             mesh,
             settings.model,

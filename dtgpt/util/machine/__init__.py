@@ -6,9 +6,7 @@ CAPABILITY = Capability(
     commands={"--version": CommandEntry("dtgpt.util.machine.versions:command")},
     environments=("dtgpt.util.machine.versions:environment",),
     versions=("dtgpt.util.machine.versions:package_versions",),
-    cpu_cautions=("dtgpt.util.machine.large_models:large_for_a_cpu",),
     cpu_starts=("dtgpt.util.machine.machine:keep_freed_memory",),
     executors=("dtgpt.util.machine.threads:Threads",),
     memory_errors=("dtgpt.util.machine.machine:memory_errors_as_user_errors",),
-    peaks=("dtgpt.util.machine.machine:peak_flops",),
 )

@@ -1,7 +1,9 @@
 """A caution where a CPU takes minutes for a step."""
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.util.console import duration, parameters
+from dtgpt.models.shared.flops import flops_per_token
+from dtgpt.util.console import parameters
+from dtgpt.util.shared.words import duration
 
 LARGE_FOR_A_CPU = 50_000_000  # parameters
 CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
@@ -12,7 +14,7 @@ def large_for_a_cpu(model: ModelConfig, global_batch_size: int, seq_length: int)
     if model.num_parameters < LARGE_FOR_A_CPU:
         return None
     tokens = global_batch_size * seq_length
-    time = duration(model.flops_per_token(seq_length) * tokens / CPU_FLOPS)
+    time = duration(flops_per_token(model, seq_length) * tokens / CPU_FLOPS)
     return (
         f"a model of {parameters(model.num_parameters)} on a CPU: a step of {tokens:,} tokens takes about {time} at "
         "0.1 TFLOP/s; use a GPU, or a small model such as recipes/gpt2_tiny.py"

@@ -17,14 +17,16 @@ import torch
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.families.olmoe import OLMOE_1B_7B, OlmoeConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.moe import mixture
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.moe.mixture import routers
+from dtgpt.models.shared.flops import flops_per_token, used_parameters
 from dtgpt.ops.experts.routing import choose
 from dtgpt.optim.balance.config import BalanceConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.balanced_stages.cut import block_flops
@@ -265,6 +267,7 @@ def test_the_messages_are_those_that_are_sent(moe):
     cases = [
         ("olmoe", "tp2", "none"), ("many", "tp2_sp", "none"), ("qwen2_moe", "tp2_sp", "full"),
         ("gpt_oss_moe", "tp2", "full"), ("mixtral", "cp2", "none"), ("qwen3_moe", "tp2", "none"),
+        ("olmoe", "dp2_ep2", "none"), ("mixtral", "cp2_ep2", "full"),
     ]  # fmt: skip
     check_messages([of(moe, family, plan, plan=plan, recompute=again) for family, plan, again in cases], 2)
 
@@ -319,16 +322,15 @@ def test_shapes_that_no_model_has_are_refused(changes, words):
 
 
 def test_flops_count_the_experts_of_a_token():
-    parts = inventory(OLMOE_1B_7B)
-    assert OLMOE_1B_7B.num_parameters == 6_919_161_856 and parts.used_parameters == 1_282_017_280
+    assert OLMOE_1B_7B.num_parameters == 6_919_161_856 and used_parameters(OLMOE_1B_7B) == 1_282_017_280
     assert sizes(OLMOE_1B_7B) == "6.92 B parameters, 1.28 B of them for each token"
     table = OLMOE_1B_7B.padded_vocab_size * 2048
-    assert OLMOE_1B_7B.flops_per_token(4096) == 6 * (parts.used_parameters - table) + 12 * 16 * 2048 * 4096
+    assert flops_per_token(OLMOE_1B_7B, 4096) == 6 * (used_parameters(OLMOE_1B_7B) - table) + 12 * 16 * 2048 * 4096
     dense = replace(OLMOE, experts_per_token=6)
-    assert dense.flops_per_token(16) > OLMOE.flops_per_token(16)
+    assert flops_per_token(dense, 16) > flops_per_token(OLMOE, 16)
     experts = 6 * OLMOE.num_layers * (4 - 2) * 3 * 24 * 32
     four = replace(OLMOE, experts_per_token=4)
-    assert four.flops_per_token(16) - OLMOE.flops_per_token(16) == experts
+    assert flops_per_token(four, 16) - flops_per_token(OLMOE, 16) == experts
     blocks = [block_flops(inventory(each), 0, 16) for each in (OLMOE, four)]
     assert blocks[1] - blocks[0] == experts // OLMOE.num_layers
 

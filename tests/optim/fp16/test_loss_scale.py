@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dtgpt.config.sections import LossScaleConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.fp16.loss_scale import LossScaler, check_state
 
 CPU = torch.device("cpu")

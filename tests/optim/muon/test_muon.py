@@ -8,6 +8,7 @@ import torch
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.matrices import owners_of
 from dtgpt.optim.muon.normuon import EPS, NorMuonConfig
@@ -179,3 +180,13 @@ def test_a_run_of_adamw_goes_on_with_muon_and_not_back(muon, capsys):
 def test_wrong_values_are_one_sentence(recipe, words, sentence):
     with pytest.raises(UserError, match=sentence):
         override(recipe, words).validate()
+
+
+def test_a_rate_of_a_tied_output_projection_has_no_effect(recipe):
+    muon = replace(recipe, optimizer=MuonConfig(lr=1e-3, head_lr=2e-3))
+    (note,) = muon.notes(muon.planned_choice(1), "cpu")
+    assert "optimizer.head_lr=0.002 has no effect" in note
+    untied = replace(
+        muon, model=LlamaConfig(num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, tied=False)
+    )
+    assert untied.notes(untied.planned_choice(1), "cpu") == []

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.config.sections import LossScaleConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.util.errors import UserError

@@ -1,11 +1,10 @@
-"""Signals, the end of the time and the loss of the launcher: requests that the training loop meets after its next step.
+"""Signals, and the loss of the launcher: requests that the training loop meets after its next step.
 
 A job on a cluster is ended by SIGTERM, with some seconds until SIGKILL; a user presses Ctrl-C, once or often; a
 terminal is closed. A step that is cut short leaves ranks that wait for each other, and no checkpoint. So a signal only
 leaves a note here, and the loop ends all ranks after the same step.
 """
 
-import math
 import os
 import signal
 import time
@@ -13,32 +12,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from dtgpt.run.stop_request import StopRequest
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
 LAUNCHER = os.getppid()  # taken early: this module is imported before torch
-_entered: list["StopRequest"] = []
-when_stopped: list[Callable[[], object]] = []  # what is called when a StopRequest ends
+_entered: list["Signals"] = []
+when_stopped: list[Callable[[], object]] = []  # what is called when a run hears no signals any more
 
 
-class StopRequest:
+class Signals(StopRequest):
     """While it is entered as a context, `requested` becomes the signal number once SIGINT, SIGTERM or SIGHUP has
-    arrived, unless the process was started to ignore it, as under nohup. It is true from then on, and from the end of
-    its time.
+    arrived, unless the process was started to ignore it, as under nohup.
 
     A further SIGINT or SIGTERM, more than two seconds later, ends the process at once. A process that is forked
     meanwhile, as those of a `multiprocessing.Pool`, takes signals as before: its end does not wait for a step.
     """
 
-    def __init__(self, minutes: float | None = None) -> None:
-        """minutes: from now to the end; None: no end."""
-        self.requested: int | None = None
-        self._first = 0.0
-        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    _first = 0.0  # when the first one came
 
-    def __bool__(self) -> bool:
-        return self.requested is not None or time.monotonic() >= self._end
-
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> "Signals":
         heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in heard}
         _entered.append(self)
@@ -55,9 +48,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def ask(self, number: int) -> None:
-        """Take the signal `number` as arrived; a further one changes nothing."""
         if self.requested is None:
-            self.requested, self._first = number, time.monotonic()
+            super().ask(number)
+            self._first = time.monotonic()
             name = signal.Signals(number).name
             with suppress(OSError):  # the reader of stderr may have gone with the same signal
                 os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())

@@ -1,0 +1,1 @@
+"""A Hugging Face folder at the end of a run: RUN/hf."""

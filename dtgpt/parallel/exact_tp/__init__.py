@@ -1,0 +1,14 @@
+"""`--reduce exact_tp`: the bits of `--reduce exact`, for any number of tensor-parallel ranks, too."""
+
+from dtgpt.util.seams import Capability, When
+
+NAME = "exact_tp"  # of the value of `--reduce`, and of the section
+PART = "dtgpt.parallel.exact_tp"
+CAPABILITY = Capability(
+    sections={NAME: f"{PART}.config:PiecesConfig"},
+    sums={NAME: f"{PART}.sums:PiecewiseSums"},
+    plan_rules=(When(f"{PART}.config:PLAN_RULES", (f"reduce={NAME}",)),),
+    settings_rules=(When(f"{PART}.config:SETTINGS_RULES", (f"reduce={NAME}",)),),
+    tp_tables=(When(f"{PART}.build:add_in_trees", (f"settings.reduce={NAME}",)),),
+    build=(When(f"{PART}.build:PIECES", (f"settings.reduce={NAME}",)),),
+)

@@ -1,0 +1,89 @@
+"""What a stage is given to compute in pieces."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dtgpt.models.binding import BoundModule, bind, bound_of
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import Table
+from dtgpt.models.roles import Role, role_of
+from dtgpt.ops.local_tensors import on_local_tensors
+from dtgpt.ops.norms import rows_summed_by
+from dtgpt.parallel.build import Building, Entry
+from dtgpt.parallel.exact_tp import NAME
+from dtgpt.parallel.exact_tp.config import FAST, pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
+from dtgpt.parallel.exact_tp.products import column_product, row_product
+from dtgpt.parallel.exact_tp.rows import PiecewiseRows
+from dtgpt.parallel.exact_tp.table import look_up
+from dtgpt.parallel.exact_tp.tree import Share, TreeCollectives
+from dtgpt.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dtgpt.parallel import tensor
+
+
+def add_in_trees(table: "tensor.Table", building: Building) -> "tensor.Table":
+    """Return a table whose styles add up activations in a tree over the ranks, where there are more than two."""
+    from dtgpt.parallel.tensor import VocabularyShard, default_table
+
+    settings, plan = building.settings, building.settings.plan
+    if plan.tp == 2:  # a sum of two has no order
+        return table
+    trees = TreeCollectives(building.mesh.devices.get_group("tp"), building.peers)
+    styles = default_table(settings.model, plan.sequence_parallel, settings.local_length, trees)
+    heads = {name: style for name, style in styles.items() if isinstance(style, VocabularyShard)}
+    return styles | {name: VocabularyShard(style.input_layout, trees) for name, style in heads.items()}
+
+
+def cut_into_pieces(part: Decoder, building: Building) -> None:
+    """Bind the products of a stage, what sums its gradients over rows, and its loss. Raises UserError for a token table
+    of another class, whose gradient may depend on the plan."""
+    settings, plan = building.settings, building.settings.plan
+    group = building.mesh.devices.get_group("tp") if plan.tp > 1 else None
+    most = values_of(settings).pieces
+
+    def share(size: int) -> Share:
+        return Share.of(pieces_of_size(size, most), group)
+
+    for name, module in part.named_modules():
+        role = role_of(name, settings.model.roles)
+        if role in (Role.QKV, Role.COLUMN):
+            bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
+        elif role is Role.ROW:
+            bind(module, product=_local(partial(row_product, share(module.weight.shape[1]).number)))
+        elif role is Role.OUTPUT:
+            bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
+        elif role is Role.VOCABULARY and group is not None:
+            bind(_checked(module), product=look_up)
+        if role in (Role.NORM, Role.ROW) and bound_of(module).sums_over_tp:
+            bind(module, sums_over_tp=())  # which are whole on each rank
+    positions = share(settings.local_length)
+    if not plan.sequence_parallel:
+        positions = Share(pieces_of_size(settings.local_length, most))
+    rows = PiecewiseRows(positions, lambda columns: share(columns).number)
+    for end in (part.embedding, *part.blocks.values(), part.head):
+        if isinstance(end, BoundModule):
+            bind(end, run=partial(_within, rows, end.runner))
+
+
+def _checked(table: Any) -> Table:
+    if not isinstance(table, Table):
+        raise UserError(
+            f"reduce={NAME}, but the token embedding is a {type(table).__name__}; make it a dtgpt.models.layers.Table, "
+            f"or use {FAST}"
+        )
+    return table
+
+
+def _local(product: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(on_local_tensors, product)
+
+
+def _within(rows: PiecewiseRows, run: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    with rows_summed_by(rows):
+        return run(*inputs, **named)
+
+
+PIECES = Entry("pieces", when=lambda made: made.masters, deed=cut_into_pieces, after="tensor parallelism")

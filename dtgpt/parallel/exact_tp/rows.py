@@ -1,0 +1,135 @@
+"""Gradients of the parameters that all rows share, norms and the biases of branches, in pieces of the positions.
+
+Under sequence parallelism a rank has the rows of some positions. The sum over the rows of each piece is made alike by
+whoever has it, in fp32; all ranks get those of all pieces, and add them up in a tree. The gradients are then whole on
+each rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.activations import local_bias
+from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
+from dtgpt.ops.operation import Operation
+from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
+from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+
+
+class PiecewiseRows:
+    """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
+
+    def __init__(self, positions: Share, pieces: Callable[[int], int]):
+        """positions: pieces of the positions of this rank's activations between the matrices. pieces: of this rank, of
+        so many columns that tensor parallelism may cut."""
+        self.positions, self.pieces = positions, pieces
+
+    def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
+        """Return what `RESIDUAL` does."""
+        return RESIDUAL(x, *self._shifted(branch, bias), *site)
+
+    def norm_and_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Return what `NORM_AND_PASS` does."""
+        passed, normed = NORM_AND_PASS(x, weight.detach(), None if bias is None else bias.detach(), eps)
+        return passed, _Scaled.apply(normed, passed, weight, bias, eps, self.positions)
+
+    def residual_norm(
+        self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `RESIDUAL_NORM` does. rest: its eps and dropout site."""
+        fixed = weight.detach(), None if bias is None else bias.detach()
+        total, normed = RESIDUAL_NORM(x, *self._shifted(branch, branch_bias), *fixed, *rest)
+        return total, _Scaled.apply(normed, total, weight, bias, rest[0], self.positions)
+
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
+        tensor by other instructions than the rest."""
+        if bias:
+            own = local_bias(x, *bias)
+            x, bias = shifted_columns(self.pieces(width), x, own), (own.detach(),)
+        if not x.is_cpu:
+            return activation(x, *bias)
+        parts = zip(*(map(operand, each.chunk(self.pieces(width), -1)) for each in (x, *bias)), strict=True)
+        return torch.cat([activation(*part) for part in parts], dim=-1)
+
+    def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
+
+
+def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
+    others = [None] * count if x is None else _rows(x, count)
+    return torch.stack([_sums_of(*pair, eps, centred) for pair in zip(_rows(dy, count), others, strict=True)])
+
+
+def _rows(x: Tensor, count: int) -> list[Tensor]:
+    """Return the rows `[B T / P, H]` of each piece of x `[B, T, H]`."""
+    return [operand(part).flatten(0, -2) for part in x.chunk(count, 1)]
+
+
+def length_of_piece(x: Tensor, count: int) -> int:
+    """Return the positions of each of `count` pieces of x `[B, T, H]`."""
+    return x.shape[1] // count
+
+
+def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
+    terms = dy.to(torch.promote_types(dy.dtype, torch.float32))
+    if x is None:
+        return column_sum(terms)[None]
+    return torch.stack([column_sum(terms * _normed(x.to(terms.dtype), eps, centred)), column_sum(terms)])
+
+
+# dy `[B, T, H]`, x of its shape or None, count, eps, centred: of each of `count` pieces of T, the sums over its rows of
+# dy times x, normalised by LayerNorm or, where it is not centred, by RMSNorm, and of dy: fp32 `[count, 2, H]`; without
+# x the latter alone, `[count, 1, H]`.
+PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)) and sum(dy) over the rows of each piece")
+
+
+def _whole(share: Share, *given: Any) -> Tensor:
+    """Return the sum over the pieces of all ranks of what `PIECE_SUMS` returns, `[kinds, H]`."""
+    dy, x, *rest = given
+    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.number, *rest)).unbind())
+
+
+class _Shifted(torch.autograd.Function):
+    """Return a branch `[B, T, H]` as it is, and give the bias `[H]` that is added to it elsewhere its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, branch: Tensor, bias: Tensor, share: Share) -> Tensor:
+        ctx.share, ctx.dtype = share, bias.dtype
+        return branch.view_as(branch)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, None
+        return grads[0], _whole(ctx.share, grads[0], None, 0.0, False)[0].to(ctx.dtype), None
+
+
+class _Scaled(torch.autograd.Function):
+    """Return a norm `[B, T, H]` of x as it is, and give its weight and bias `[H]` their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, normed: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, share: Share
+    ) -> Tensor:
+        ctx.save_for_backward(x.detach())
+        ctx.share, ctx.eps, ctx.dtype, ctx.shifts = share, eps, weight.dtype, bias is not None
+        return normed.view_as(normed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,), dy = ctx.saved_tensors, grads[0]
+        if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+            return dy, None, None, None, None, None
+        made = _whole(ctx.share, dy, x, ctx.eps, ctx.shifts).to(ctx.dtype)
+        return dy, None, made[0], made[1] if ctx.shifts else None, None, None
+
+
+def _normed(x: Tensor, eps: float, centred: bool) -> Tensor:
+    """Return the rows of x `[R, H]`, normalised: by LayerNorm, or by RMSNorm where they are not centred."""
+    if not centred:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + eps)

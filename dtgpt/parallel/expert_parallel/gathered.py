@@ -1,0 +1,158 @@
+"""The tokens of a group of ranks, gathered, of which each rank computes the rows of its own experts.
+
+All shapes are static, so that the host asks nothing and a step is captured: each rank has room for the most rows that
+can come to its experts, and those that do not are skipped. On the way back, each token gets a row for each of its
+slots, which its owner adds in the order of slots: the sums of a token do not know where its experts are. Gradients
+come as the tokens did: the owner's gradient is gathered, and a row's returns to its token.
+
+Shapes: g ranks, N tokens of each, k slots of a token, of which s at most have experts of one rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtgpt.models.binding import bind
+from dtgpt.models.moe.mixture import Experts
+from dtgpt.ops.experts.routing import Choice
+from dtgpt.ops.experts.rows import plain_on_cpu, sum_of_rows, weighted_rows, weighted_rows_gradients
+from dtgpt.util.torch_private import all_gather_single, group_of_name
+
+
+class Group(NamedTuple):
+    """Ranks that hold other experts each. name: of their process group; empty where tensors have no memory."""
+
+    ranks: int
+    place: int
+    name: str
+
+
+def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    every = x.new_empty(ranks * len(x), *x.shape[1:])
+    if not x.is_meta:
+        all_gather_single(every, x.contiguous(), group_of_name(group))
+    return every
+
+
+def _exchange(x: Tensor, group: str) -> Tensor:
+    arrived = x.new_empty(x.shape)
+    if not x.is_meta:
+        dist.all_to_all_single(arrived, x.contiguous(), group=group_of_name(group))
+    return arrived
+
+
+_gather_op = torch.library.custom_op("dtgpt::gather_tokens", _gather, mutates_args=())
+_gather_op.register_fake(lambda x, ranks, group: x.new_empty(ranks * x.shape[0], *x.shape[1:]))
+_exchange_op = torch.library.custom_op("dtgpt::exchange_rows", _exchange, mutates_args=())
+_exchange_op.register_fake(lambda x, group: x.new_empty(x.shape))
+gather = plain_on_cpu(_gather, _gather_op)  # x [n, ..] of each rank -> [g n, ..], on all
+exchange = plain_on_cpu(_exchange, _exchange_op)  # x [g n, ..] -> the n rows that each rank has for this one
+
+
+class Route(NamedTuple):
+    """Where rows are, R of them: the first of each part are sorted by (expert, token), the rest are nobody's."""
+
+    tokens: Tensor  # int64 [R]: the token of each row, among all g N
+    slots: Tensor  # int64 [R]: its slot, among all g N k
+    places: Tensor  # int64 [g N, k]: the row of each slot; -1: it has none here
+    ends: Tensor  # int32 [parts, E / g]: the row of a part behind the last one of each expert
+    sent: Tensor  # int64 [g N s]: the row that goes back, of each token and each of its slots that has one here
+    back: Tensor  # int64 [N, k]: where the row of each own slot is among those that come back
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.slots, self.places
+
+
+def route_of(own: Tensor, group: Group, count: int, parts: int) -> Route:
+    """Return the route of tokens that have chosen the experts `own` int64 `[N, k]`, of `count` on each rank. parts: in
+    how many the gathered tokens are sorted, each by itself."""
+    (tokens, slots), most = own.shape, most_rows(own.shape[1], count)
+    every = gather(own, group.ranks, group.name)
+    local = torch.where(every // count == group.place, every % count, count).view(parts, -1)
+    by_expert, order = local.sort(dim=1, stable=True)
+    ends = torch.searchsorted(
+        by_expert, torch.arange(count, device=own.device).repeat(parts, 1), right=True, out_int32=True
+    )
+    number, room = local.shape[1], local.shape[1] // slots * most
+    part, each = (torch.arange(size, device=own.device) for size in (parts, number))
+    places = torch.empty_like(order).scatter_(1, order, each.repeat(parts, 1)) + room * part[:, None]
+    places = torch.where(local < count, places, -1).view_as(every)
+    taken = (order[:, :room] + number * part[:, None]).flatten()
+    first = (places >= 0).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :most]
+    holder = own // count
+    before = (holder[:, :, None] == holder[:, None, :]).tril(-1).sum(-1)  # slots with experts of the same rank
+    back = (holder * tokens + torch.arange(tokens, device=own.device)[:, None]) * most + before
+    return Route(taken // slots, taken, places, ends, places.gather(1, first).clamp(min=0).flatten(), back)
+
+
+def most_rows(slots: int, count: int) -> int:
+    """Return how many rows of a token can come to a rank that holds `count` experts."""
+    return min(slots, count)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of gathered tokens, of whose gradients each owner gets those of its tokens, and adds them by slots."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, sent: Tensor, back: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.save_for_backward(sent, back)
+        ctx.group = group
+        return gather(x, ranks, group).index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        sent, back = ctx.saved_tensors
+        return sum_of_rows(exchange(grad.index_select(0, sent), ctx.group), back), None, None, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sums of each token, of rows that other ranks have made, too. The gradient of a row is made where it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: Tensor, weights: Tensor, sent: Tensor, back: Tensor, ranks: int, group: str, *arrays: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(made, weights, back, *arrays)
+        ctx.ranks, ctx.group = ranks, group
+        return weighted_rows(exchange(made.index_select(0, sent), group), weights, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        made, weights, back, tokens, slots, places = ctx.saved_tensors
+        every = (gather(each, ctx.ranks, ctx.group) for each in (grad.contiguous(), weights))
+        dmade, dweights = weighted_rows_gradients(next(every), made, next(every), places, tokens, slots)
+        holder = back.div(len(made) // ctx.ranks, rounding_mode="floor")
+        of_ranks = exchange(dweights, ctx.group).view(ctx.ranks, *weights.shape)
+        return dmade, of_ranks.gather(0, holder[None])[0], None, None, None, None, None, None, None
+
+
+class GatheredExperts:
+    """The products of experts of which the ranks of a group hold some each. apart: those of each rank's tokens by
+    themselves, with the bits of one process, where the gradient of a weight has an addend for each rank, too."""
+
+    def __init__(self, experts: Experts, group: Group, apart: bool):
+        self.products, self.count = experts.products, experts.count // group.ranks
+        self.group, self.parts = group, group.ranks if apart else 1
+
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        """Return the sums `[N, H]` of tokens x `[N, H]`, by their choice `[N, k]` of all experts."""
+        ranks, _, name = self.group
+        route = route_of(choice.experts, self.group, self.count, self.parts)
+        rows = _Rows.apply(x, route.tokens, route.sent, route.back, ranks, name)
+        parts = zip(rows.chunk(self.parts), route.ends.unbind(), strict=True)
+        made = [self.products(part, ends, filled=False) for part, ends in parts]
+        whole = made[0] if self.parts == 1 else torch.cat(made)
+        return _Summed.apply(whole, choice.weights, route.sent, route.back, ranks, name, *route.arrays)
+
+
+def cut_experts(block: nn.Module, ranks: int, apart: bool) -> None:
+    """Let the mixtures of a block without memory compute as on one of `ranks`, by which planning measures what it
+    keeps."""
+    for experts in (each for each in block.modules() if isinstance(each, Experts)):
+        for stack in experts.children():
+            for name, whole in list(stack.named_parameters(recurse=False)):
+                setattr(stack, name, nn.Parameter(whole.detach().chunk(ranks)[0]))
+        bind(experts, run=GatheredExperts(experts, Group(ranks, 0, ""), apart))

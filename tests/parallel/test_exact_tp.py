@@ -1,0 +1,187 @@
+"""`--reduce exact_tp`: the same bits for any number of tensor-parallel ranks."""
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from dtgpt.config.plan_choice import parse_plan
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.optim.muon import MuonConfig
+from dtgpt.parallel.exact_tp import products, rows
+from dtgpt.parallel.exact_tp.config import PiecesConfig
+from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
+from dtgpt.parallel.exact_tp.products import column_product, row_product
+from dtgpt.parallel.exact_tp.sums import PiecewiseSums
+from dtgpt.parallel.exact_tp.table import _Rows
+from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+from dtgpt.train.start import checked
+from dtgpt.util.errors import UserError
+from tests.support.bodies_exact import bits_of_steps
+from tests.support.bodies_exact_tp import FAULTS, bits_with_fault
+from tests.support.families import OURS
+from tests.support.interpreter import needs_triton, run_interpreted
+from tests.support.ranks import pool
+
+GPT2 = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
+LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_hidden_size=48, seq_length=16,
+    vocab_size=257, dropout=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def exact(recipe):
+    """A recipe of 4 micro-batches, and of one step, after which the held-out loss is that of the new weights."""
+    return replace(
+        recipe, model=GPT2, micro_batch_size=2, global_batch_size=8, reduce="exact_tp", precision="fp32", steps=1
+    )
+
+
+def differing(recipe, plans: list[str], body=bits_of_steps) -> dict[str, list[str]]:
+    """By plan, what has other bits than on one process."""
+
+    def bits(plan: str) -> dict[str, str]:
+        return pool().run(parse_plan(plan, {}).world, body, replace(recipe, plan=plan))[0]
+
+    expected = bits("single")
+    assert len(set(expected.values())) > 30
+    found = {plan: bits(plan) for plan in plans}
+    return {plan: [name for name in expected if made[name] != expected[name]] for plan, made in found.items()}
+
+
+@pytest.mark.slow(9)
+@pytest.mark.parametrize(
+    "plans, changes",
+    [
+        (["tp2", "tp4_sp"], {}),
+        (["tp2_sp", "dp2_tp2_zero3"], {"precision": "bf16", "steps": 2}),
+        (["tp2_sp", "tp4"], {"model": LLAMA}),
+        (["tp2_pp2"], {"model": LLAMA, "precision": "bf16"}),
+        (["tp2_sp"], {"model": LLAMA, "precision": "bf16", "recompute": "full", "optimizer": MuonConfig(lr=6e-3)}),
+        (["tp4_sp"], {"exact_tp": PiecesConfig(pieces=4), "precision": "fp16"}),
+    ],
+)
+def test_a_plan_has_the_bits_of_one_process(exact, plans, changes):
+    assert differing(replace(exact, **changes), plans) == {plan: [] for plan in plans}
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_sum_that_is_not_made_in_pieces_shows(exact, fault):
+    """Each part of the capability is needed: without it, bits of tp2_sp differ."""
+    found = differing(exact, ["tp2_sp"], partial(bits_with_fault, fault))
+    assert found["tp2_sp"]
+
+
+def test_a_tree_has_the_nodes_that_ranks_have():
+    pieces = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = tree_sum(pieces.clone().unbind())
+    for ranks in (2, 4, 8):
+        parts = [tree_sum(part.clone().unbind()) for part in pieces.chunk(ranks)]
+        assert torch.equal(tree_sum(parts), whole)
+    assert not torch.equal(sum(pieces), whole)  # in another order it has other bits
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_products_and_their_gradients_are_those_of_linear_maps(dtype, tolerance):
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, bias = draw(2, 3, 16), draw(24, 16) / 4, draw(24)
+
+    def results(function, dtype):
+        given = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, bias)]
+        made = function(*given)
+        made.square().sum().backward()
+        return [made, *(t.grad for t in given if t.grad is not None)]
+
+    linear = torch.nn.functional.linear
+    for ours, theirs in [
+        (partial(column_product, 4), linear),
+        (lambda x, w, b: row_product(4, x, w, None), lambda x, w, b: linear(x, w)),
+    ]:
+        for made, exact in zip(results(ours, dtype), results(theirs, torch.float64), strict=True):
+            torch.testing.assert_close(made.double(), exact, rtol=0, atol=tolerance * exact.abs().max().item())
+
+
+def test_a_bias_of_a_matrix_that_is_cut_by_its_inputs_is_refused():
+    with pytest.raises(ValueError, match="belongs to the whole sum"):
+        row_product(2, torch.zeros(1, 4), torch.zeros(4, 4), torch.zeros(4))
+
+
+def test_tokens_of_other_ranks_add_nothing_to_the_gradient_of_a_table():
+    table = torch.randn(6, 4, requires_grad=True)
+    tokens = torch.tensor([[0, 7, 5], [3, 3, 11]])
+    found = _Rows.apply(table, tokens - 3)  # rows 3 to 8
+    expected = torch.stack([table[0] * 0, table[4], table[2], table[0], table[0], table[0] * 0]).view(2, 3, 4)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert table.grad.sum(1).tolist() == [8.0, 0.0, 4.0, 0.0, 4.0, 0.0]
+
+
+def test_a_share_knows_its_first_piece():
+    group = mock.Mock(size=lambda: 4, rank=lambda: 3)
+    assert Share.of(8, group) == Share(2, 6, group)
+    assert PiecewiseLoss(Share(8)).share.gather(torch.ones(8)).tolist() == [1.0] * 8
+
+
+def test_the_squares_of_rows_that_ranks_share_are_added_in_pieces():
+    gradient = torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) ** 9
+
+    def squares(pieces, *parts):
+        sums = object.__new__(PiecewiseSums)
+        sums._pieces = {id(part): pieces for part in parts}
+        return torch.stack([sums.squares([], part.new_zeros(0), [part]) for part in parts]).sum(0)
+
+    assert torch.equal(squares(8, gradient), squares(4, *gradient.chunk(2, 1)))
+    assert not torch.equal(squares(1, gradient), squares(1, *gradient.chunk(2, 1)))
+
+
+@needs_triton
+@pytest.mark.slow(8)
+def test_kernels_sum_the_rows_and_columns_of_pieces():
+    run_interpreted("from tests.support.bodies_exact_tp import check_kernels; check_kernels()")
+
+
+REFUSED = [
+    ("tp4", {"exact_tp": PiecesConfig(pieces=2)}, r"but tp=4 does not divide exact_tp.pieces=2, a power of two"),
+    ("single", {"exact_tp": PiecesConfig(pieces=6)}, r"exact_tp.pieces=6 is no power of two; use 2, 4, 8 or 16"),
+    ("single", {"exact_tp": PiecesConfig(pieces=4), "reduce": "exact"}, r"no effect with reduce=exact"),
+    ("cp2", {}, r"reduce=exact_tp, but cp=2 adds up"),
+    ("single", {"model": OURS["gpt_oss"]}, r"but the sums of \S+ are not computed in pieces; use --reduce exact or"),
+]
+
+
+@pytest.mark.parametrize("plan, changes, sentence", REFUSED)
+def test_what_has_no_pieces_is_refused(exact, plan, changes, sentence):
+    recipe = replace(exact, plan=plan, **changes)
+    with pytest.raises(UserError, match=sentence):
+        checked(recipe).plan_for(parse_plan(plan, {}).world)
+
+
+def test_compiled_blocks_are_refused(exact):
+    with pytest.raises(UserError, match="compiled blocks choose the order of their sums; use --compile off"):
+        replace(exact, compile="on").settings(exact.plan_for(1), torch.device("cpu"))
+
+
+def test_a_norm_has_the_gradients_of_its_definition():
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    dy, x = draw(2, 8, 16), draw(2, 8, 16)
+    for centred in (True, False):
+        scaled, plain = rows.PIECE_SUMS(dy, x, 4, 1e-5, centred).sum(0)
+        weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
+        norm = torch.nn.functional.layer_norm if centred else torch.nn.functional.rms_norm
+        normed = norm(x, [16], weight, *((bias, 1e-5) if centred else (1e-5,)))
+        normed.backward(dy)
+        torch.testing.assert_close(scaled, weight.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain, dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_operands_are_copied_where_their_place_differs():
+    x = torch.arange(64.0).view(8, 8)
+    assert products.operand(x) is x
+    part = products.operand(x[:, 1:5])
+    assert part.is_contiguous() and part.data_ptr() % products.ALIGNED == 0
+    assert torch.equal(part, x[:, 1:5])

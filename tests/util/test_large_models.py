@@ -1,0 +1,13 @@
+"""What is told of a model that a CPU takes minutes for."""
+
+from pathlib import Path
+
+from dtgpt.config.recipe_file import load_module as load
+from dtgpt.util.machine.large_models import large_for_a_cpu
+
+
+def test_a_model_that_is_large_for_a_cpu_is_told(recipe):
+    large = load(Path(__file__).parents[2] / "recipes" / "gpt2_124m.py").recipe()
+    caution = large_for_a_cpu(large.model, large.global_batch_size, large.sample_length)
+    assert caution.startswith("a model of 124.5 M parameters on a CPU: a step of 524,288 tokens takes about 1h 14m ")
+    assert large_for_a_cpu(recipe.model, recipe.global_batch_size, recipe.sample_length) is None
