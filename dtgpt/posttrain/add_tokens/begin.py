@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import DataConfig, Section
@@ -54,8 +55,7 @@ class Grown(Beginning):
         data, held = self.with_tokenizer(recipe.data, recipe.model), recipe.model.vocab_size
         tokenizer = open_tokenizer(str(data.tokenizer_file))
         new, needed = self._new_ids(tokenizer), tokenizer.vocab_size
-        section = replace(recipe.section(AddTokensConfig), first=new.start, count=len(new))
-        recipe = replace(recipe, add_tokens=section)
+        recipe = replace_values(recipe, {"add_tokens.first": new.start, "add_tokens.count": len(new)})
         if needed <= held:
             return recipe
         if "model.vocab_size" in given and self.path is None:
@@ -94,7 +94,7 @@ class Grown(Beginning):
 
     def model_of_ends(self, data: DataConfig, tokenizer: Tokenizer) -> Path | None:
         base, named, _ = (data.tokenizer_file or "").rpartition(AND)
-        if not named:  # of a run that goes on
+        if self.resume or not named:  # a run that goes on has its own
             return None
         plain = open_tokenizer(base)
         found = self.inner.model_of_ends(replace(data, tokenizer_file=base), plain)
