@@ -93,6 +93,7 @@ class _LeftOver(torch.autograd.Function):
         ctx.save_for_backward(x, weight, ends)
         made = grouped_reference(x, weight, ends)
         made[int(ends[-1]) :] = torch.nan
+        made[int(ends[-1]) :: 2] = 1  # a clamp has no gradient at NaN
         return made
 
     @staticmethod
@@ -156,15 +157,12 @@ def mixed(
     else:
         with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
             found = run(held, spread, own)
-    alone = run(whole, whole.of_tokens, slice(None))
-    first = slice(rank * width, (rank + 1) * width)
-    if apart:  # gradients of parameters have an addend for each rank
-        addends = []
-        for r in range(ranks):
-            whole.zero_grad()
-            addends.append(run(whole, whole.of_tokens, slice(r * tokens, (r + 1) * tokens)).dparameters)
-        sums = {name: sum(each[name] for each in reversed(addends)) for name in addends[0]}
-        alone = alone._replace(dparameters=sums)
-    return found, Mixed(
-        alone.y[own], alone.dx[own], alone.dweights[own], {n: g[first] for n, g in alone.dparameters.items()}
-    )
+    first, alone = slice(rank * width, (rank + 1) * width), []
+    size = tokens if apart else ranks * tokens
+    for start in range(0, ranks * tokens, size):  # gradients of parameters have an addend for each part
+        rows = slice(start, start + size)
+        whole.zero_grad()
+        alone.append(run(whole, whole.of_tokens, rows))
+    y, dx, dweights = (torch.cat(parts)[own] for parts in list(zip(*alone, strict=True))[:3])
+    sums = {n: sum(each.dparameters[n][first] for each in reversed(alone)) for n in alone[0].dparameters}
+    return found, Mixed(y, dx, dweights, sums)
