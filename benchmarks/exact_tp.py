@@ -14,14 +14,12 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from figures import note
-from torch import Tensor
 
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.whole_tensors import gather_whole
@@ -30,10 +28,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2_345M, GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.operation import load_kernels
-from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
-from dtgpt.parallel.exact_tp.products import pieces_of
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -59,12 +54,6 @@ MODELS: dict[str, tuple[Any, int, int]] = {  # with samples of a micro-batch, an
     "tiny": (TINY, 2, 4),
     "tiny_llama": (TINY_LLAMA, 2, 4),
 }
-KERNELS = {
-    products.ADDENDS: serve.ADDENDS,
-    products.COLUMNS: serve.COLUMNS,
-    products.COLUMN_SUMS: serve.COLUMN_SUMS,
-    rows.PIECE_SUMS: serve.PIECE_SUMS,
-}
 PLANS = ("tp2", "tp2_sp", "dp2")
 WARMUP = 5  # steps, which capture graphs, before the time is taken
 
@@ -80,13 +69,9 @@ class Run(NamedTuple):
     elements: int
 
 
-def take_steps(recipe: Recipe, steps: int, file: str, compares: bool, way: str) -> Run:
+def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
     """Train in each process of a plan. The whole gradient of the last step and the weights after it are written to a
-    file, or compared with it. way: of computing pieces, see --way."""
-    for operation, kernels in KERNELS.items():
-        load_kernels(operation.name)  # none, which would otherwise replace these
-        operation.kernels[:] = [] if way == "copies" else kernels
-    products.pieces_of = views_of if way == "views" else pieces_of
+    file, or compared with it."""
     with open_trainer(recipe) as trainer:
         results, begin, first = [], time.perf_counter(), min(WARMUP, steps - 2)
         if recipe.device == "cuda":
@@ -113,11 +98,6 @@ def take_steps(recipe: Recipe, steps: int, file: str, compares: bool, way: str) 
                 torch.save(found, file)
         elements = sum(0 if x is None else x.numel() for x in found.values())
         return Run(losses, norms, seconds, memory, different, elements)
-
-
-def views_of(x: Tensor, count: int, dim: int) -> Iterator[Tensor]:
-    """Yield the pieces of x as they lie in memory."""
-    return iter(x.chunk(count, dim))
 
 
 def settle(trainer: Trainer) -> None:
@@ -157,7 +137,7 @@ def recipe_of(args: argparse.Namespace, model: str, plan: str, reduce: str) -> R
 
 def run(pool: Pool, args: argparse.Namespace, recipe: Recipe, file: str = "", compares: bool = False) -> Run:
     """Train under a plan, and return what rank 0 saw. Raises RuntimeError where a rank failed."""
-    given = recipe, args.steps, file, compares, args.way
+    given = recipe, args.steps, file, compares
     (results,) = pool.run([PoolJob(parse_plan(str(recipe.plan), {}).world, take_steps, given)], args.timeout)
     for result in results:
         if result.failure or result.refusal:
@@ -209,13 +189,6 @@ def main() -> int:
     parser.add_argument("--plans", nargs="*", default=list(PLANS), help="compared with one process")
     parser.add_argument("--timed", nargs="*", default=["tp2_sp"], help="also with --reduce fast, beside one process")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument(
-        "--way",
-        choices=("copies", "kernels", "views"),
-        default="copies",
-        help="copies: a product of each piece, from a copy; kernels: those of parallel/exact_tp/serve.py, where they "
-        "serve; views: these, and no copies for gradients of weights",
-    )
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--micro_batch_size", type=int)
     parser.add_argument("--global_batch_size", type=int)

@@ -44,6 +44,9 @@ class RowSums(Protocol):
         self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]: ...
 
+    def rotary_qkv(self, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `dtgpt.ops.rotary_positions.ROTARY_QKV` does, with norms of heads."""
+
     def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
         """Return activation(x, *bias), `[.., width / tp]`, of columns that tensor parallelism may cut."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dtgpt.ops.norms import norm_reference
+from dtgpt.ops.norms import norm_reference, row_sums
 from dtgpt.ops.operation import Operation
 from dtgpt.util import seams
 from dtgpt.util.torch_private import constant_result
@@ -148,7 +148,9 @@ def rotary_qkv(
     Raises ValueError where shapes do not fit.
     """
     _check_inputs(qkv, positions, num_positions, q_weight, k_weight)
-    return ROTARY_QKV(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
+    sums = row_sums() if q_weight is not None else None
+    compute = ROTARY_QKV if sums is None else sums.rotary_qkv
+    return compute(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
 
 
 def _from_numbers(

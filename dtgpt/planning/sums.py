@@ -84,6 +84,15 @@ class Costs:
         """Return the messages over replicas of a step, for the gradients of so many groups of parameters."""
         return []
 
+    def addends_over_tp(self, parameters: Parameters) -> list[Any]:
+        """Return the parameters that tensor-parallel ranks hold whole, and whose gradients they add up."""
+        return [p for p in parameters if "tp" in p.layout.sums_over]
+
+    def over_tp(self, found: list[Collective], rank: Any) -> list[Collective]:
+        """Return the messages of a `planning.parameters.Rank` over tp for losses and activations: those `found`, the
+        loss first, or what takes their place."""
+        return found
+
 
 class ScatteredCosts(Costs):
     """Of the sums of `fully_shard`, which reduces and scatters gradients under ZeRO."""

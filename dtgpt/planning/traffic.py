@@ -125,8 +125,9 @@ def _over_tp(here: Rank) -> list[Collective]:
     repeated = _repeated(settings)
     joint = passes * sum(3 if p.block in repeated else 2 for p in here.parameters if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
+    found = here.sums.over_tp(found, here)
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
-    partial = [p for p in here.trained if "tp" in p.layout.sums_over]  # of adapters those that are whole on every rank
+    partial = here.sums.addends_over_tp(here.trained)  # of adapters those that are whole on every rank
     what, width, words = _kinds(partial), here.sums.total.itemsize, here.sums.words
     if settings.freezes_weights:
         what, width, words = "adapters", 4, "fp32"

@@ -1,5 +1,6 @@
 """`--reduce exact_tp`: the same bits for any number of tensor-parallel ranks."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -10,16 +11,21 @@ import torch
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.norms import rows_summed_by
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.parallel.exact_tp import products, rows
+from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
+from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.table import _Rows
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+from dtgpt.planning.traffic import collectives_of
 from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
+from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_of_steps
 from tests.support.bodies_exact_tp import FAULTS, bits_with_fault
 from tests.support.families import OURS
@@ -31,6 +37,8 @@ LLAMA = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_hidden_size=48, seq_length=16,
     vocab_size=257, dropout=0.1,
 )  # fmt: skip
+
+QWEN3 = replace(LLAMA, qk_norm=True)
 
 
 @pytest.fixture
@@ -59,8 +67,9 @@ def differing(recipe, plans: list[str], body=bits_of_steps) -> dict[str, list[st
     [
         (["tp2", "tp4_sp"], {}),
         (["tp2_sp", "dp2_tp2_zero3"], {"precision": "bf16", "steps": 2}),
-        (["tp2_sp", "tp4"], {"model": LLAMA}),
+        (["tp2_sp", "tp4"], {"model": QWEN3}),
         (["tp2_pp2"], {"model": LLAMA, "precision": "bf16"}),
+        (["tp2"], {"model": QWEN3, "precision": "bf16", "recompute": "full"}),
         (["tp2_sp"], {"model": LLAMA, "precision": "bf16", "recompute": "full", "optimizer": MuonConfig(lr=6e-3)}),
         (["tp4_sp"], {"exact_tp": PiecesConfig(pieces=4), "precision": "fp16"}),
     ],
@@ -145,6 +154,52 @@ def test_kernels_sum_the_rows_and_columns_of_pieces():
     run_interpreted("from tests.support.bodies_exact_tp import check_kernels; check_kernels()")
 
 
+@pytest.mark.parametrize(
+    "rows, terms, columns, expected",
+    [
+        (8192, 1024, 4096, (True, True, True, True)),
+        (8192, 4096, 4096, (True, True, True, True)),
+        (4096, 4096, 512, (False, False, True, False)),  # cuBLAS may split its sums
+        (8192, 1024, 768, (False, False, False, False)),  # pieces begin at other alignments
+    ],
+)
+def test_all_plans_take_the_same_kernels(rows, terms, columns, expected):
+    """What serves a part of the pieces is what serves all of them."""
+    empty = partial(torch.empty, device="meta")
+    with mock.patch.multiple(serve, _many_rows=lambda x: True, has_triton=lambda x: True):
+        for ranks in (1, 2, 4, 8):
+            own, count, x = columns // ranks, 8 // ranks, empty(rows, terms)
+            forward = serve._in_one_chain(x, empty(own, terms), None, count, False)
+            backward = serve._in_one_chain(x, empty(terms, own), None, count, True)
+            gradient = serve._aligned(empty(rows, own), x, count, False)
+            assert (forward, backward, gradient, serve._column_tiles(empty(rows, own), count)) == expected
+
+
+AGAIN = {"recompute": "full"}
+SENT = {  # processes: (model, plan, further changes of the recipe)
+    2: [(GPT2, "tp2", {}), (GPT2, "tp2_sp", {}), (QWEN3, "tp2_sp", AGAIN), (GPT2, "tp2_sp", {"precision": "bf16"})],
+    4: [
+        *((GPT2, plan, {}) for plan in ("tp4", "tp4_sp", "tp2_sp_pp2")),
+        *((model, plan, AGAIN) for model, plan in ((LLAMA, "tp4"), (QWEN3, "tp4_sp"))),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("world", SENT)
+def test_the_planned_messages_are_those_that_are_sent(exact, world):
+    check_messages([replace(exact, model=model, plan=plan, **more) for model, plan, more in SENT[world]], world)
+
+
+def test_the_planned_bytes_are_those_of_the_sums_of_pieces(exact):
+    """Of a loss, three terms of each row and piece; of norms, two vectors of each piece; of biases, one."""
+    settings = replace(exact, plan="tp2_sp").settings(parse_plan("tp2_sp").for_world(2), torch.device("cpu"))
+    found = {c.what.split()[0]: c for c in collectives_of(settings, 0) if c.kind == "all-gather" and c.over == "tp"}
+    passes, rows, hidden = 4, 2 * 16, 32
+    assert found["loss:"].bytes == passes * 12 * 8 * rows
+    assert found["gradients"].bytes == passes * 4 * 8 * hidden * (2 * 5 + 4)
+
+
 REFUSED = [
     ("tp4", {"exact_tp": PiecesConfig(pieces=2)}, r"but tp=4 does not divide exact_tp.pieces=2, a power of two"),
     ("single", {"exact_tp": PiecesConfig(pieces=6)}, r"exact_tp.pieces=6 is no power of two; use 2, 4, 8 or 16"),
@@ -177,6 +232,19 @@ def test_a_norm_has_the_gradients_of_its_definition():
         normed.backward(dy)
         torch.testing.assert_close(scaled, weight.grad, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(plain, dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_norms_of_heads_have_the_gradients_of_their_definition():
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    given, dy, found = [draw(2, 8, 2, 4, 6), draw(6), draw(6)], draw(2, 8, 4, 6), []
+    for context in (nullcontext(), rows_summed_by(PiecewiseRows(Share(4), Share, 1))):
+        qkv, *weights = leaves = [t.clone().requires_grad_() for t in given]
+        with context:
+            q, k, _ = rotary_qkv(qkv, None, Rotation(), 8, *weights, 1e-5)
+        ((q * dy).sum() + (k * dy[:, :, :2]).sum()).backward()
+        found.append([t.grad for t in leaves])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_operands_are_copied_where_their_place_differs():

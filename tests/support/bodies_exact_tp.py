@@ -12,6 +12,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.exact_tp import build, loss, products, rows
 from dtgpt.parallel.exact_tp.tree import Share
 from tests.support.bodies_exact import bits_of_steps
+from tests.support.interpreter import let_kernels_loop
 
 
 def _whole_addends(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
@@ -60,6 +61,7 @@ def check_kernels() -> None:
     fp16 here: numpy has no bf16."""
     from dtgpt.parallel.exact_tp import kernels
 
+    let_kernels_loop()
     torch.manual_seed(0)
     for centred, (samples, length, size) in ((True, (2, 32, 48)), (False, (3, 16, 64))):
         dy, x = torch.randn(2, samples, length, size).half().unbind()
@@ -68,11 +70,11 @@ def check_kernels() -> None:
             whole = kernels.piece_sums(dy, given, 4, 1e-5, centred)
             half = None if given is None else given[:, length // 2 :]
             assert torch.equal(kernels.piece_sums(dy[:, length // 2 :], half, 2, 1e-5, centred), whole[2:])
-    x, weight = torch.randn(128, 512).half(), torch.randn(128, 512).half() / 16
+    x, weight = torch.randn(128, 1024).half(), torch.randn(128, 1024).half() / 16
     for by_inputs in (True, False):
         matrix = weight if by_inputs else weight.t().contiguous()
-        for count in (2, 8):
-            assert kernels.takes_tiles(x, matrix, count, by_inputs)
+        for count in (2, 16):
+            assert kernels.fits(len(x), 128, 1024 // count)
             check_close(kernels.tree_product, products._addends, x, matrix, count, by_inputs)
 
 

@@ -11,4 +11,11 @@ CAPABILITY = Capability(
     settings_rules=(When(f"{PART}.config:SETTINGS_RULES", (f"reduce={NAME}",)),),
     tp_tables=(When(f"{PART}.build:add_in_trees", (f"settings.reduce={NAME}",)),),
     build=(When(f"{PART}.build:PIECES", (f"settings.reduce={NAME}",)),),
+    kernels={
+        "addends_of_pieces": f"{PART}.serve:ADDENDS",
+        "columns_of_pieces": f"{PART}.serve:COLUMNS",
+        "weight_gradient_of_pieces": f"{PART}.serve:WEIGHT_GRADIENT",
+        "column_sums_of_pieces": f"{PART}.serve:COLUMN_SUMS",
+        "row_sums_of_pieces": f"{PART}.serve:PIECE_SUMS",
+    },
 )

@@ -12,7 +12,7 @@ from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.exact_tp import NAME
-from dtgpt.parallel.exact_tp.config import FAST, pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.config import FAST, NORMS, pieces_of_size, values_of
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
@@ -57,12 +57,12 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
             bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
         elif role is Role.VOCABULARY and group is not None:
             bind(_checked(module), product=look_up)
-        if role in (Role.NORM, Role.ROW) and bound_of(module).sums_over_tp:
+        if role in (*NORMS, Role.ROW) and bound_of(module).sums_over_tp:
             bind(module, sums_over_tp=())  # which are whole on each rank
     positions = share(settings.local_length)
     if not plan.sequence_parallel:
         positions = Share(pieces_of_size(settings.local_length, most))
-    rows = PiecewiseRows(positions, lambda columns: share(columns).number)
+    rows = PiecewiseRows(positions, share, plan.tp)
     for end in (part.embedding, *part.blocks.values(), part.head):
         if isinstance(end, BoundModule):
             bind(end, run=partial(_within, rows, end.runner))

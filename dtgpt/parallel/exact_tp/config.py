@@ -43,7 +43,8 @@ class PiecesConfig(Section):
 
 
 # What pieces are known of: every module with parameters has one of these roles.
-ROLES = (Role.VOCABULARY, Role.POSITIONS, Role.NORM, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT)
+NORMS = Role.NORM, Role.HEAD_NORM
+ROLES = (Role.VOCABULARY, Role.POSITIONS, *NORMS, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT)
 
 
 def pieces_of_size(size: int, most: int) -> int:

@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.parallel.exact_tp.products import operand
+from dtgpt.parallel.exact_tp.tree import tree_sum
+
+MOST = 8  # pieces of a program
 ROWS = 32  # of a group, at most
 FOLD = 16, 64  # groups and columns of a tile of the second stage
 
@@ -83,6 +87,12 @@ def tree_kernel(
 def tree_product(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
     """Return the sum over `count` pieces of K of x `[M, K]` and a weight, `[N, K]` where pieces are of its inputs, else
     `[K, N]`."""
+    x, weight, parts = operand(x), operand(weight), max(1, count // MOST)
+    pairs = zip(x.chunk(parts, 1), weight.chunk(parts, int(by_inputs)), strict=True)
+    return tree_sum(_launch_tree(*pair, count // parts, by_inputs) for pair in pairs)
+
+
+def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, size), columns, tile = x.shape, weight.shape[0 if by_inputs else 1], TILE
@@ -99,15 +109,9 @@ def tree_product(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
     return out
 
 
-def takes_tiles(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> bool:
-    """Return whether `tree_product` can work on these: whole tiles, at addresses that the copy engine takes."""
-    rows, columns = len(x), weight.shape[0 if by_inputs else 1]
-    fits = count <= 8 and rows % TILE.BM == columns % TILE.BN == x.shape[1] // count % TILE.BK == 0
-    return (
-        fits
-        and x.dtype == weight.dtype
-        and all(m.stride(1) == 1 and m.stride(0) % 8 == 0 and m.data_ptr() % 16 == 0 for m in (x, weight))
-    )
+def fits(rows: int, columns: int, terms: int) -> bool:
+    """Return whether `tree_product` serves so many rows and columns of a product, and terms of a piece: whole tiles."""
+    return rows % TILE.BM == columns % TILE.BN == terms % TILE.BK == 0
 
 
 @triton.jit
@@ -164,7 +168,7 @@ def rows_of_group(positions: int) -> int:
 
 def piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
     """Return what `dtgpt.parallel.exact_tp.rows.PIECE_SUMS` does."""
-    dy, x = dy.contiguous(), None if x is None else x.contiguous()
+    dy, x = operand(dy), None if x is None else operand(x)
     samples, positions, size = dy.shape
     rows, kinds = rows_of_group(positions // count), 1 if x is None else 2
     groups, each = samples * positions // rows, positions // count // rows

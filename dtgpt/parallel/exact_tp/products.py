@@ -9,7 +9,8 @@ Sharding rule: a rank has some of the pieces; what it returns of addends is a no
 `tree.TreeCollectives` adds to those of other ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inpu
     return torch.cat([linear(x, w, b) for w, b in pairs], dim=1)
 
 
+def weight_gradient(cut: Callable[..., Iterable[Tensor]], dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tensor:
+    """Return what `WEIGHT_GRADIENT` does. cut: returns the pieces of a tensor, a number of them along a dimension."""
+    if by_inputs:
+        return torch.cat([operand(dy).t() @ part for part in cut(x, count, 1)], dim=1)
+    made, x = dy.new_empty(dy.shape[1], x.shape[1]), operand(x)
+    for part, out in zip(cut(dy, count, 1), made.chunk(count), strict=True):
+        torch.mm(part.t(), x, out=out)
+    return made
+
+
 def _column_sums(x: Tensor, count: int) -> Tensor:
     return torch.cat([column_sum(part) for part in pieces_of(x, count, 1)])
 
@@ -60,6 +71,10 @@ ADDENDS = Operation("addends_of_pieces", _addends, "x w, the sum of products of 
 # x `[M, K]`, weight, bias, count, by_inputs: x w of a weight `[K, N]` by its inputs, or x w^T + bias of a weight
 # `[N, K]`, in `count` pieces of N.
 COLUMNS = Operation("columns_of_pieces", _columns, "x w + bias, in pieces of columns")
+# dy `[M, N]`, x `[M, K]`, count, by_inputs: dy^T x `[N, K]`, in `count` pieces of K by the inputs of the weight, or N.
+WEIGHT_GRADIENT = Operation(
+    "weight_gradient_of_pieces", partial(weight_gradient, pieces_of), "dy^T x, in pieces of rows or columns"
+)
 # x `[R, C]`, count: the sums `[C]` of columns, fp32.
 COLUMN_SUMS = Operation("column_sums_of_pieces", _column_sums, "sum(x) of each column, in pieces of columns")
 
@@ -92,9 +107,7 @@ class _ColumnProduct(torch.autograd.Function):
         if wants_x:
             dx = ADDENDS(grad, weight, count, False).view(x.shape)
         if wants_weight:
-            rows, dweight = operand(x.flatten(0, -2)), torch.empty_like(weight)
-            for dy, part in zip(pieces_of(grad, count, 1), dweight.chunk(count), strict=True):
-                torch.mm(dy.t(), rows, out=part)
+            dweight = WEIGHT_GRADIENT(grad, x.flatten(0, -2), count, False)
         return dx, dweight, COLUMN_SUMS(grad, count).to(grad.dtype) if wants_bias else None, None
 
 
@@ -113,7 +126,7 @@ class _RowProduct(torch.autograd.Function):
         if wants_x:
             dx = COLUMNS(grad, weight, None, count, True).view(x.shape)
         if wants_weight:
-            dweight = torch.cat([grad.t() @ part for part in pieces_of(x.flatten(0, -2), count, 1)], dim=1)
+            dweight = WEIGHT_GRADIENT(grad, x.flatten(0, -2), count, True)
         return dx, dweight, None
 
 

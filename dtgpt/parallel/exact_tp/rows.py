@@ -5,7 +5,7 @@ whoever has it, in fp32; all ranks get those of all pieces, and add them up in a
 each rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
 from dtgpt.ops.operation import Operation
+from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
@@ -21,10 +22,10 @@ from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 class PiecewiseRows:
     """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
 
-    def __init__(self, positions: Share, pieces: Callable[[int], int]):
-        """positions: pieces of the positions of this rank's activations between the matrices. pieces: of this rank, of
-        so many columns that tensor parallelism may cut."""
-        self.positions, self.pieces = positions, pieces
+    def __init__(self, positions: Share, share: Callable[[int], Share], ranks: int):
+        """positions: pieces of the positions of this rank's activations between the matrices. share: of this rank, of
+        the pieces of so many columns, or heads, that tensor parallelism cuts between so many ranks."""
+        self.positions, self.share, self.ranks = positions, share, ranks
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
         """Return what `RESIDUAL` does."""
@@ -46,13 +47,32 @@ class PiecewiseRows:
     def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
         """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
         tensor by other instructions than the rest."""
+        count = self.share(width).number
         if bias:
             own = local_bias(x, *bias)
-            x, bias = shifted_columns(self.pieces(width), x, own), (own.detach(),)
+            x, bias = shifted_columns(count, x, own), (own.detach(),)
         if not x.is_cpu:
             return activation(x, *bias)
-        parts = zip(*(map(operand, each.chunk(self.pieces(width), -1)) for each in (x, *bias)), strict=True)
+        parts = zip(*(map(operand, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
         return torch.cat([activation(*part) for part in parts], dim=-1)
+
+    def rotary_qkv(
+        self,
+        qkv: Tensor,
+        places: Tensor | None,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        rotation: Sequence[float],
+        num_positions: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `ROTARY_QKV` does. The gradients of the weights are sums over pieces of the heads."""
+        q, k, v = ROTARY_QKV(qkv, places, q_weight.detach(), k_weight.detach(), eps, rotation, num_positions)
+        angles = angles_of(table_of(qkv.shape[-1], rotation, num_positions, qkv.device), places, qkv.shape[1])
+        given, plain = [], split_heads(qkv.detach())
+        for made, x, weight in zip((q, k), plain[:2], (q_weight, k_weight), strict=True):
+            given.append(_ScaledHeads.apply(made, x, weight, angles, eps, self.share(made.shape[2] * self.ranks)))
+        return given[0], given[1], v
 
     def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
@@ -125,6 +145,27 @@ class _Scaled(torch.autograd.Function):
             return dy, None, None, None, None, None
         made = _whole(ctx.share, dy, x, ctx.eps, ctx.shifts).to(ctx.dtype)
         return dy, None, made[0], made[1] if ctx.shifts else None, None, None
+
+
+class _ScaledHeads(torch.autograd.Function):
+    """Return heads `[B, T, N, D]`, of x normalised, scaled and rotated, as they are, and give the weight `[D]` its
+    gradient. angles: their cosines and sines."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: Tensor, x: Tensor, weight: Tensor, angles: tuple[Tensor, Tensor], eps: float, share: Share
+    ) -> Tensor:
+        ctx.save_for_backward(x, *angles)
+        ctx.share, ctx.eps, ctx.dtype = share, eps, weight.dtype
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, cosine, sine), dweight = ctx.saved_tensors, None
+        if ctx.needs_input_grad[2]:
+            dy = rotate(grads[0].to(cosine.dtype), cosine, -sine)
+            dweight = _whole(ctx.share, dy.flatten(0, 1), x.flatten(0, 1), ctx.eps, False)[0].to(ctx.dtype)
+        return grads[0], None, dweight, None, None, None
 
 
 def _normed(x: Tensor, eps: float, centred: bool) -> Tensor:

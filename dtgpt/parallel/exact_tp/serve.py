@@ -1,15 +1,23 @@
-"""Which kernels can serve the sums of pieces, and when. `benchmarks/exact_tp.py --way kernels` takes them."""
+"""What serves the sums of pieces on a GPU, and when. No condition depends on how many pieces a rank has: all plans take
+the same kernels."""
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, why_no_triton
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, why_below
 from dtgpt.ops.linear import linear
 from dtgpt.ops.operation import Kernel
+from dtgpt.parallel.exact_tp.products import operand, weight_gradient
 from dtgpt.parallel.exact_tp.rows import length_of_piece
+from dtgpt.util.shared.gpu_limits import HOPPER
 
-MANY = 512  # rows from which cuBLAS was seen to sum in one chain
+FEW = 512  # rows up to which cuBLAS was seen to split the sums of a product
+LONG, MANY = 4096, 2**21  # terms of a sum that it may split in small products, and numbers of one that is not small
+ALIGNED = 64  # columns, a multiple of which all pieces begin at, so that all have the same alignment
+COLUMNS_OF_TILE = 128
 
 
 def kernels():
@@ -18,33 +26,70 @@ def kernels():
     return kernels
 
 
-def _chains(x: Tensor, *_: Any) -> bool:
-    return x.is_cuda and x.itemsize == 2 and len(x) > MANY
+def _many_rows(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.is_cuda and len(x) > FEW and has_hopper(x.device)
 
 
 def _in_registers(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> bool:
-    serves = _chains(x) and has_triton(x) and has_hopper(x.device)
-    return serves and count > 1 and kernels().takes_tiles(x, weight, count, by_inputs)
+    columns = weight.shape[0 if by_inputs else 1]
+    return has_triton(x) and _many_rows(x) and kernels().fits(len(x), columns, x.shape[1] // count)
+
+
+def _in_one_chain(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inputs: bool) -> bool:
+    of_piece = weight.shape[1 if by_inputs else 0] // count
+    return _many_rows(x) and of_piece % ALIGNED == 0 and (x.shape[1] < LONG or len(x) * of_piece >= MANY)
 
 
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inputs: bool) -> Tensor:
     return x @ weight if by_inputs else linear(x, weight, bias)
 
 
+def _aligned(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> bool:
+    return _many_rows(dy) and (x if by_inputs else dy).shape[1] // count % ALIGNED == 0
+
+
+def _views(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tensor:
+    return weight_gradient(Tensor.chunk, operand(dy), operand(x), count, by_inputs)
+
+
 def _sums(x: Tensor, *_: Any) -> bool:
     return has_triton(x) and x.itemsize <= 4
 
 
-def _row_sums(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
-    return _sums(dy) and length_of_piece(dy, count) % 8 == 0
+def _column_tiles(x: Tensor, count: int) -> bool:
+    return _sums(x) and x.shape[1] // count % COLUMNS_OF_TILE == 0
 
 
 def _column_sums(x: Tensor, count: int) -> Tensor:
     return kernels().piece_sums(x[None], None, 1, 0.0, False).flatten()
 
 
-CHAINS = "of more than 512 rows in 16 bits on a GPU"
-ADDENDS = (by_triton(lambda *given: kernels().tree_product(*given), _in_registers, f"{CHAINS} from Hopper on"),)
-COLUMNS = (Kernel("cuBLAS, all columns", _chains, _whole, why_no_triton, CHAINS),)
-COLUMN_SUMS = (by_triton(_column_sums, _sums),)
-PIECE_SUMS = (by_triton(lambda *given: kernels().piece_sums(*given), _row_sums, "on GPUs, of pieces of 8 k positions"),)
+def _row_groups(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
+    return _sums(dy) and length_of_piece(dy, count) % 8 == 0
+
+
+why_older = partial(why_below, HOPPER)
+ROWS = f"in bf16, of more than {FEW} rows"
+ADDENDS = (
+    Kernel(
+        "Triton: pieces and tree in registers",
+        _in_registers,
+        lambda *x: kernels().tree_product(*x),
+        why_older,
+        f"{ROWS} in whole tiles of 128 x 128, and pieces of 64 k terms",
+    ),
+)
+COLUMNS = (
+    Kernel(
+        "cuBLAS, all columns at once",
+        _in_one_chain,
+        _whole,
+        why_older,
+        f"{ROWS}, pieces of {ALIGNED} k columns, fewer than {LONG:,} terms or 2^21 numbers of a piece",
+    ),
+)
+WEIGHT_GRADIENT = (
+    Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
+)
+COLUMN_SUMS = (by_triton(_column_sums, _column_tiles, f"on GPUs, of pieces of {COLUMNS_OF_TILE} k columns"),)
+PIECE_SUMS = (by_triton(lambda *x: kernels().piece_sums(*x), _row_groups, "on GPUs, of pieces of 8 k positions"),)
