@@ -565,6 +565,44 @@ FAULTS = [
         "whole_input(inputs[0], given).to_local()",
     ),
     Fault(
+        "ep: a token adds its rows in the order of ranks",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "return weighted_rows(exchange(made.index_select(0, sent), group), weights, back)",
+        "back, own = back.sort(-1)\n"
+        "        return weighted_rows(exchange(made.index_select(0, sent), group), weights.gather(-1, own), back)",
+    ),
+    Fault(
+        "ep: gradients of a token are added in the order of ranks",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "return sum_of_rows(exchange(grad.index_select(0, sent), ctx.group), back), None",
+        "back = back.sort(-1).values\n"
+        "        return sum_of_rows(exchange(grad.index_select(0, sent), ctx.group), back), None",
+    ),
+    Fault(
+        "ep: of two slots with experts of one rank, each gets the row of the other",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        ".tril(-1).sum(-1)  # slots",
+        ".triu(1).sum(-1)  # slots",
+    ),
+    Fault(
+        "ep: memory behind the last row counts in gradients of biases",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "self.products(part, ends, filled=False)",
+        "self.products(part, ends)",
+    ),
+    Fault(
+        "ep: rows behind the last one count in gradients of weights of routers",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "places = torch.where(local < count, places, -1).view_as(every)",
+        "places = places.clamp(max=room * parts - 1).view_as(every)",
+    ),
+    Fault(
+        "ep: the gradient below experts is that of all ranks, for each of them",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "exchange(grad.index_select(0, sent), ctx.group), back)",
+        "exchange(grad.index_select(0, sent) * dist.get_world_size(group_of_name(ctx.group)), ctx.group), back)",
+    ),
+    Fault(
         "experts in generation under tp: each rank adds the biases of outputs",
         "dtgpt/parallel/local_weights/localize.py",
         "bind(module, through=partial(mul, float(mesh.place.tp == 0)))",

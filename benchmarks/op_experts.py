@@ -2,17 +2,19 @@
 
     python benchmarks/op_experts.py
     python benchmarks/op_experts.py --cases "E128" --variants layer
+    python benchmarks/op_experts.py --cases router                     # its product in fp32, in tiles of several sizes
 
 Weights and inputs are random, and so is the choice: each token's experts are drawn alike, which is real routing of a
-model that has not learned; loads differ by a few percent. Router and balance are not in it.
+model that has not learned; loads differ by a few percent. The router is a case of its own.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
-from cases import Case, run_cases
+from cases import Case, run_cases, variants_of
 from figures import note
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from dtgpt.models.moe.mixture import Experts
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
+from dtgpt.ops.kernels.decode import blocks
+from dtgpt.ops.kernels.decode.blocks import Tile, product
 
 FORWARD = "forward"
 
@@ -72,30 +76,53 @@ def cases_of(sizes: Sizes) -> list[Case]:
     order = sorted_rows(choice.experts, sizes.experts)
     first, down = layer.gate_up.weight.detach(), layer.down.weight.detach()
 
-    def product(rows: Tensor, weight: Tensor) -> Tensor:
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
         return grouped_linear(rows, weight, None, order.ends)
 
     def whole(x: Tensor, first: Tensor, down: Tensor) -> Tensor:
         order = sorted_rows(choice.experts, sizes.experts)
-        made = product(layer.activation(product(gathered(x, order), first)), down)
+        made = multiply(layer.activation(multiply(gathered(x, order), first)), down)
         return summed(made, choice.weights, order)
 
     rows = gathered(x, order)
-    pairs = product(rows, first)
+    pairs = multiply(rows, first)
     made = layer.activation(pairs)
     parts: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         "layer": (whole, (x, first, down)),
         "gather": (lambda x: gathered(x, order), (x,)),
-        "first product": (product, (rows, first)),
+        "first product": (multiply, (rows, first)),
         "activation": (layer.activation, (pairs,)),
-        "second product": (product, (made, down)),
-        "sum": (lambda y, weights: summed(y, weights, order), (product(made, down), choice.weights)),
+        "second product": (multiply, (made, down)),
+        "sum": (lambda y, weights: summed(y, weights, order), (multiply(made, down), choice.weights)),
     }
     name, flops = f"T{sizes.tokens} H{sizes.hidden} F{sizes.width} E{sizes.experts} k{sizes.chosen}", len(rows)
     flops *= 6 * sizes.hidden * sizes.width
     forward = {part: partial(function, *inputs) for part, (function, inputs) in parts.items()}
     both = {part: both_ways(function, *inputs) for part, (function, inputs) in parts.items()}
     return [Case(f"{name}, {FORWARD}", forward, flops=flops), Case(f"{name}, both ways", both, flops=3 * flops)]
+
+
+ROUTER_TILES = [
+    Tile(64, 32, 32, 4, 3), Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 4, 3), Tile(32, 64, 32, 2, 4),
+    Tile(128, 32, 32, 4, 3), Tile(256, 64, 16, 8, 3),
+]  # fmt: skip
+
+
+def router_case(sizes: Sizes) -> Case:
+    """Return the product of a router, which has all of K in one chain, in tiles of several sizes."""
+    x = torch.randn(sizes.tokens, sizes.hidden, device="cuda")
+    weight = 0.02 * torch.randn(sizes.experts, sizes.hidden, device="cuda")
+    expected = product(x, weight, None, "plain", exact=True)
+
+    def run(tile: Tile) -> Tensor:
+        with mock.patch.object(blocks, "choose_chain", lambda *_: tile):
+            return product(x, weight, None, "plain", exact=True)
+
+    for tile in ROUTER_TILES:
+        assert torch.equal(run(tile), expected), f"{tile} has other bits"
+    variants = {"ours": partial(product, x, weight, None, "plain", exact=True)} | variants_of(ROUTER_TILES, run)
+    name = f"router T{sizes.tokens} H{sizes.hidden} E{sizes.experts}"
+    return Case(name, variants, flops=2.0 * sizes.tokens * sizes.hidden * sizes.experts)
 
 
 def tell_backward(results: list[dict], cases: list[Case]) -> None:
@@ -111,5 +138,5 @@ def tell_backward(results: list[dict], cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    found = [case for sizes in SIZES for case in cases_of(sizes)]
+    found = [case for sizes in SIZES for case in (*cases_of(sizes), router_case(sizes))]
     tell_backward(run_cases(found), found)

@@ -166,6 +166,9 @@ class BaseOptions:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
         return token == 0 and logprob == -math.inf
 
+    def check_tokenizer(self, job: Any, tokenizer: Any) -> None:
+        """Raise UserError where a `PromptJob` cannot be done with a tokenizer; None: there is none."""
+
     @property
     def reads_text(self) -> bool:
         """Whether the text decides where a sequence ends."""

@@ -32,6 +32,7 @@ from dtgpt.parallel.cache_sizes import CoreSize, block_core_sizes
 from dtgpt.util.hardware import to_device
 
 KEY = Integers._fields.index("key_0")
+ALL = -1  # a word of `allowed`, all of whose bits are set
 
 
 class Chunk(NamedTuple):
@@ -138,7 +139,7 @@ def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device
 class SlotState:
     """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
 
-    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, in the layout of
+    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, allowed: int32, in the layout of
     `dtgpt.ops.sampling.sequences`.
     """
 
@@ -147,6 +148,7 @@ class SlotState:
         self.positions, self.device = positions, torch.device(device)
         self.token, self.position = self._zeros(rows), self._zeros(rows)
         self.history, self.parameters = self._zeros(rows, positions), self._zeros(rows, PARAMETERS)
+        self.allowed = self._zeros(rows, 0).int()  # no words, until a sequence needs them
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -154,7 +156,7 @@ class SlotState:
     @property
     def sequences(self) -> Sequences:
         """What `dtgpt.ops.sampling.sample` reads."""
-        return Sequences(self.token, self.position, self.history, self.parameters)
+        return Sequences(self.token, self.position, self.history, self.parameters, self.allowed)
 
     @staticmethod
     def encode(ids: list[int], sampling: Options, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
@@ -170,6 +172,7 @@ class SlotState:
         self.parameters[slot] = uploaded[:PARAMETERS]
         self.history[slot, :ids] = uploaded[PARAMETERS:]
         self.token[slot] = uploaded[-1]
+        self.allowed[slot].fill_(ALL)
         self.position[slot : slot + 1].fill_(ids - 1)  # the assignment of a number would wait for the device
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
@@ -181,6 +184,15 @@ class SlotState:
         """Let the draws of each slot be those of a key of two words."""
         rows, *words = self.rows([slots, *zip(*keys, strict=True)])
         self.parameters[rows, KEY], self.parameters[rows, KEY + 1] = words
+
+    def allow(self, slots: Sequence[int], words: Tensor, vocab_size: int) -> None:
+        """Let the next token of each of `slots` be one of the ids whose bits are set in a row of int32 `[B, W]`."""
+        width = -(-vocab_size // 32)
+        if not self.allowed.shape[1]:  # once: CUDA graphs read this memory
+            self.allowed = torch.full((len(self.token), width), ALL, dtype=torch.int32, device=self.device)
+        fitted = torch.zeros(len(words), width, dtype=torch.int32)
+        fitted[:, : words.shape[1]] = words[:, :width]
+        self.allowed[self.rows([slots])[0]] = to_device(fitted, self.device)
 
     def record(self, slots: Tensor, tokens: Tensor) -> None:
         """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the

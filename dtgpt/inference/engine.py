@@ -268,7 +268,7 @@ class Engine:
         self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
     ) -> list[SequenceUpdate]:
         """Add new tokens to a choice, up to that which ends it."""
-        new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
+        new, finish = self._accept(active, choice, tokens, logprobs)
         if finish == NOT_FINITE:
             return self.end_all(active, NOT_FINITE)
         update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
@@ -277,6 +277,12 @@ class Engine:
         if not active.live:
             del self._active[active.number]
         return [update]
+
+    def _accept(
+        self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float]
+    ) -> tuple[int, str | None]:
+        """Return how many new tokens continue a choice, and the reason of its end by these; None where it goes on."""
+        return active.job.accept(active.sequences[choice].ids, tokens, logprobs)
 
     def drop(self, active: ActiveJob) -> None:
         """Let a job take no further step."""

@@ -115,6 +115,7 @@ class Model:
         replace(job, special=self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
         if self.exact:
             options.check_exact()
+        options.check_tokenizer(job, self.known_tokenizer)
         if options.reads_text and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 

@@ -54,6 +54,8 @@ class Shaped(Hashable, Protocol):
 
     def block_kind(self, index: int) -> Hashable: ...
 
+    def used_elements(self, shape: Shape, role: Role | None) -> int: ...
+
 
 class Parameter(NamedTuple):
     """One parameter of the whole model."""

@@ -81,13 +81,14 @@ def _over_ep(here: Rank) -> list[Collective]:
         count = 2 * (forward + backward)
         what = f"rows of experts, at even loads; a rank gets up to {plan.ep} times as many"
         return [Collective("all-to-all", "ep", what, count, count * slots * one)]
-    chosen = settings.rows.number * settings.rows.length * slots
+    taken = rows_of(settings)
+    chosen = taken.number * taken.length * slots
     weights = backward * chosen * max(4, settings.dtype.itemsize)
     tokens = plan.ep * ((forward + backward) * one + forward * 8 * chosen + weights)
-    rows = (forward + backward) * most_rows(slots, config.num_experts // plan.ep) * one
+    returned = (forward + backward) * most_rows(slots, config.num_experts // plan.ep) * one
     return [
         Collective("all-gather", "ep", "tokens, choices and gradients", 2 * (forward + backward), tokens),
-        Collective("all-to-all", "ep", "rows of experts", forward + 2 * backward, plan.ep * (rows + weights)),
+        Collective("all-to-all", "ep", "rows of experts", forward + 2 * backward, plan.ep * (returned + weights)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions, chat completions and models."""
+"""OpenAI's completions, chat completions, responses and models."""
 
 from functools import cache, partial
 from typing import Any
@@ -14,6 +14,7 @@ from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStrea
 from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request
 from dtgpt.serve.openai_logprobs import TokenNames
 from dtgpt.serve.openai_request import check_model, read_request
+from dtgpt.serve.openai_responses import ResponseAnswer, read_response_request
 from dtgpt.serve.problems import HttpProblem, error_object
 from dtgpt.serve.service import LARGE, SEED, SIZE, Service, in_thread, in_thread_if_long, watched
 from dtgpt.serve.ticket import ClientGone, Ticket
@@ -40,12 +41,18 @@ def routes(service: Service) -> list[Route]:
         asked = await in_thread(request, read_chat_request, body, service, own)  # which renders a template
         return await respond(request, ChatAnswer(asked, service.model_id, tokenizer, names))
 
+    async def create_response(request: Request) -> Response:
+        body = await read_json(request, service.limits)
+        own = partial(prompts, request.scope[SIZE] >= LARGE)
+        asked = await in_thread(request, read_response_request, body, service, own)
+        return await respond(request, ResponseAnswer(asked, service.model_id, tokenizer, names))
+
     async def respond(request: Request, answer: CompletionAnswer) -> Response:
         asked = answer.asked
         headers = {SEED: str(asked.seed), "X-Request-Id": answer.id, "Cache-Control": "no-store"}
         ticket = service.submit(request, asked.jobs, [prompt.text or prompt.ids for prompt in asked.prompts])
         if asked.stream:
-            return EventStream(request, ticket, CompletionStream(answer), headers)
+            return EventStream(request, ticket, answer.stream(), headers)
         async with watched(request, ticket):
             found = await ticket.completions()
         request.scope[SIZE] = answer.tokens(found)
@@ -63,6 +70,8 @@ def routes(service: Service) -> list[Route]:
         Route("/completions", create, methods=["POST"]),
         Route("/v1/chat/completions", create_chat, methods=["POST"]),
         Route("/chat/completions", create_chat, methods=["POST"]),
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/responses", create_response, methods=["POST"]),
         Route("/v1/models", models),
         Route("/models", models),
         Route("/v1/models/{model:path}", model),

@@ -33,6 +33,10 @@ class CompletionAnswer:
         ]
         return {**self._head, "choices": choices, "usage": self.usage(_new_tokens(completions))}
 
+    def stream(self) -> "CompletionStream":
+        """Return what makes the events of an answer that is sent as it is generated."""
+        return CompletionStream(self)
+
     def tokens(self, found: Sequence[Sequence[Completion]]) -> int:
         """Return the number of tokens that the whole answer has, about."""
         prompt = self.asked.prompt_tokens * self.asked.n if self.asked.echo else 0

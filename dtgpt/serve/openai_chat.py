@@ -9,9 +9,10 @@ from dtgpt.inference.base_options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, THOUGHT_BEGIN, read_arguments, read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.tools import TOOLS, read_tools
+from dtgpt.serve.answer_grammar import CHOICE, FORMAT, free_text, grammar_of, read_choice, read_format
 from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import SWITCH, read_kind
-from dtgpt.serve.openai_request import CompletionRequest, read_request
+from dtgpt.serve.openai_request import CompletionRequest, read_request, text_of
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
 from dtgpt.serve.thoughts import ends_within
@@ -24,11 +25,11 @@ UNSUPPORTED = {  # keys, and what changes nothing there
     "function_call": "none",
     "audio": None,
     "modalities": ["text"],
-    "response_format": {"type": "text"},
 }
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
+END = 32  # tokens at the end of a prompt that tell whether it ends within a thought
 BEGUN, PROMPTED = "continue_final_message", "add_generation_prompt"  # vLLM's
-CHOICE, PARALLEL = "tool_choice", "parallel_tool_calls"
+PARALLEL = "parallel_tool_calls"
 OWN = {
     "messages",
     ARGUMENTS,
@@ -36,6 +37,7 @@ OWN = {
     PROMPTED,
     TOOLS,
     CHOICE,
+    FORMAT,
     PARALLEL,
     *LENGTHS,
     "logprobs",
@@ -53,6 +55,7 @@ class Rendered(NamedTuple):
     stops: tuple[str, ...]
     last: str  # message
     tools: list[dict[str, Any]]
+    calls: list[dict[str, Any]]  # functions of which it must call one; none: it need not
 
 
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
@@ -61,18 +64,25 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     length, tokens = _length(body)
     likeliest, begun = _logprobs(body), _begun(body)
     one_call = read_kind(PARALLEL, True if body.get(PARALLEL) is None else body[PARALLEL], SWITCH) is False
-    chat = _render(body, prompts, begun)
+    schema, chat = read_format(body.get(FORMAT)), _render(body, prompts, begun)
+    if schema is not None and chat.tools:
+        raise HttpProblem(400, f"{FORMAT} leaves no calls of tools; leave it out, or use {CHOICE}=none", FORMAT)
+    end = text_of(service.model.known_tokenizer, chat.ids[-END:])
+    # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
+    thinks = end.rstrip().endswith(THOUGHT_BEGIN) or (begun and ends_within(chat.last))
+    one_call = one_call or isinstance(body.get(CHOICE), dict)  # of the tool that is named
+    grammar = grammar_of(chat.template, schema, chat.calls, one_call)
+    if grammar:
+        grammar |= free_text(chat.template, end, thinks, begun)
     room = max(1, service.config.seq_length - len(chat.ids))
     asked = {name: value for name, value in body.items() if name not in OWN}
     asked |= {"prompt": chat.ids, "max_tokens": room if tokens is None else tokens}
     try:
-        found = read_request(asked, service.model, service.model_id, service.limits, likeliest, chat.stops)
+        found = read_request(asked, service.model, service.model_id, service.limits, likeliest, chat.stops, grammar)
     except HttpProblem as problem:
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
         raise
-    # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
-    thinks = found.prompts[0].text.rstrip().endswith(THOUGHT_BEGIN) or (begun and ends_within(chat.last))
     return replace(found, reader=reader_of(chat.template, bool(chat.tools), thinks, begun), one_call=one_call)
 
 
@@ -96,24 +106,16 @@ def _render(body: dict[str, Any], prompts: Callable[[], ChatPrompts], begun: boo
         about = "messages"
         chats, messages = prompts(), read_messages(body.get("messages"))
         about = TOOLS
-        tools = _tools(body)
+        tools, choice = read_tools(body.get(TOOLS)), body.get(CHOICE)
+        calls = read_choice(choice, tools)
+        tools = [] if choice == "none" else tools
         if tools and form_of(chats.template) is None and not is_harmony(chats.template):
             raise UserError("calls in the form of this model's chat template are not known; leave tools out")
         about = "messages"
         ids = chats.encode(messages, arguments | ({TOOLS: tools} if tools else {}), client_has_left, begun)
     except UserError as error:
         raise bad_request(error, about) from None
-    return Rendered(ids, chats.template, chats.stops, messages[-1]["content"], tools)
-
-
-def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools that an answer may call. Raise HttpProblem for a choice that cannot be kept."""
-    tools, choice = read_tools(body.get(TOOLS)), body.get(CHOICE)
-    if choice not in (None, "auto", "none"):
-        raise HttpProblem(400, f"tool_choice={shown(choice)} is not supported; use auto or none", CHOICE)
-    if choice == "auto" and not tools:
-        raise HttpProblem(400, "tool_choice=auto needs tools; give some, or leave it out", CHOICE)
-    return [] if choice == "none" else tools
+    return Rendered(ids, chats.template, chats.stops, messages[-1]["content"], tools, calls)
 
 
 def _length(body: dict[str, Any]) -> tuple[str, Any]:

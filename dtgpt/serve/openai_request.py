@@ -1,8 +1,9 @@
 """A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -60,11 +61,12 @@ def read_request(
     limits: RequestLimits,
     likeliest: int | None = None,
     stops: tuple[str, ...] = (),
+    grammar: Mapping[str, str] = MappingProxyType({}),
 ) -> CompletionRequest:
-    """Return the request in a JSON object, to the server of `model`. `likeliest` and `stops`: of a chat, the number of
-    tokens with their log-probabilities, and with what its template ends an answer. Raise HttpProblem where it cannot be
-    served."""
-    keys = read_keys(body)
+    """Return the request in a JSON object, to the server of `model`. Of a chat: `likeliest`, the number of
+    tokens with their log-probabilities, `stops`, with what its template ends an answer, and `grammar`, fields of
+    `GrammarOptions`. Raise HttpProblem where it cannot be served."""
+    keys = read_keys(body) | {"grammar": grammar}
     if likeliest is not None:
         keys["logprobs"] = likeliest
     check_model(keys["model"], model)
@@ -170,8 +172,8 @@ def _job(
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code=TOO_LONG)
-    job = PromptJob(prompt.ids, _options(keys, new, seed, served.vocab_size), index, stops=stops)
     try:
+        job = PromptJob(prompt.ids, _options(keys, new, seed, served.vocab_size), index, stops=stops)
         served.check(job)
     except UserError as error:
         raise _renamed(error) from None
@@ -199,7 +201,7 @@ def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) 
         "top_logprobs": min(logprobs or 0, vocab_size),
         "prompt_logprobs": (keys["echo"] and logprobs is not None) or new_tokens == 0,
     }
-    return Options(**given).settled()
+    return Options(**(given | keys["grammar"])).settled()
 
 
 def _renamed(error: UserError) -> HttpProblem:

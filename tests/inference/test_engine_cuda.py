@@ -25,6 +25,7 @@ from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.mesh import Mesh
 from tests.support.bodies_engine import kept_of, poison, texts
 from tests.support.engines import drain
+from tests.support.guides import STEP, GuidedOptions
 from tests.support.other_architecture import OtherConfig
 from tests.support.requests import make_request
 from tests.support.whole_model import build_model
@@ -233,3 +234,19 @@ def test_plans_on_two_gpus_give_the_text_of_one(tmp_path):
     assert found["pp2bf16"][0] == texts  # stages in turn compute what one stage does
     for few, many in zip(found["tp2bf16"][2], scores, strict=True):
         assert max(abs(a - b) for a, b in zip(few, many, strict=True)) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_guided_texts_are_the_same_alone_and_beside_others_under_graphs(dtype):
+    """Bit for bit, as those beside them, whose graphs have no masks where nothing is guided."""
+    options = [GuidedOptions(max_new_tokens=30, guided_length=25, guided_vocabulary=1000, seed=i) for i in range(4)]
+    options[1], options[2] = replace(options[1], top_k=50), replace(options[2], temperature=0.0)
+    guided = [make_request(ids=[7, i, 9], sampling=one, prompt_index=i) for i, one in enumerate(options)]
+    free, engine = requests(SAMPLINGS["top_p"], 6), make(CONFIG, dtype)
+    wanted = [serve(engine, [request])[0] for request in (*guided, *free)]
+    for ids in wanted[: len(guided)]:
+        assert [token % STEP for token in ids] == [t % STEP for t in range(25)]
+    assert serve(engine, [*guided, *free]) == serve(engine, [*free, *guided])[6:] + wanted[4:] == wanted
+    assert serve(make(CONFIG, dtype, graphs=False), guided) == wanted[: len(guided)]
+    variants = {name[3] for name in engine._rank_step._graphs._captured if name[0] == "decode"}
+    assert {variant.masks for variant in variants} == {False, True}

@@ -21,6 +21,8 @@ MARKED = re.compile(r"(?<=<!-- options -->\n).*?(?=<!-- end of options -->)", re
 def values(option: Option) -> str:
     if option.kind is bool:
         return "true, false"
+    if option.kind is str:
+        return "an object"
     if option.kind not in (int, float):
         if get_origin(option.kind) is not tuple:
             return "ids with numbers"
@@ -30,7 +32,7 @@ def values(option: Option) -> str:
 
 
 def default(option: Option) -> str:
-    return "none" if option.default in ((), {}) else str(option.default)
+    return "none" if option.default in ((), {}, "") else str(option.default)
 
 
 def of_generation() -> list[str]:

@@ -62,7 +62,7 @@ def test_a_run_leaves_the_folder_of_its_last_step(exporting, monkeypatch, capsys
     assert train(override(exporting, ["--resume", str(run)])) == 0
     assert (run / "hf").stat().st_mtime > 0
     assert train(override(exporting, ["--resume", str(run)])) == 0
-    assert "left to do" not in capsys.readouterr().out.rpartition("left to do: Hugging")[2]
+    assert "nothing is left to do" in capsys.readouterr().out.rpartition("left to do: Hugging")[2]
 
 
 def test_ranks_leave_one_folder(exporting):

@@ -185,10 +185,11 @@ def test_extreme_logits_give_a_token():
 def many(row: Row) -> Tensor:
     """Tokens of DRAWS choices of one sequence, which differ in their keys alone."""
     state = state_of([row], POSITIONS)
-    token, position, history, parameters = (tensor[:1] for tensor in state.sequences)
+    token, position, history, parameters, allowed = (tensor[:1] for tensor in state.sequences)
     parameters = parameters.repeat(DRAWS, 1)
     parameters[:, 1:3] = fold(root_key(row.sampling.seed), "text", 0, torch.arange(DRAWS))
-    rows = Sequences(token.repeat(DRAWS), position.repeat(DRAWS), history.repeat(DRAWS, 1), parameters)
+    state = token.repeat(DRAWS), position.repeat(DRAWS), history.repeat(DRAWS, 1), parameters, allowed
+    rows = Sequences(*state)
     logits = row.logits.expand(DRAWS, -1)
     return sample(logits, rows, torch.arange(DRAWS), len(row.logits), variant_for([row], 0)).tokens
 

@@ -30,6 +30,8 @@ def test_the_kernels_on_a_gpu(size, padding, dtype):
         for i in (0, len(rows) // 2, len(rows) - 1):  # bit for bit alone and in company
             alone = compare_with_reference(rows[i : i + 1], dtype, "cuda", 3 * seed, padding, padding // 2)
             assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, whole, strict=True))
+        if size > 1000:
+            compare_with_reference(rows, dtype, "cuda", 3 * seed, padding, padding // 2, masks=True)
 
 
 @pytest.mark.cuda

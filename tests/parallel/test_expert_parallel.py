@@ -22,8 +22,9 @@ from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
-from tests.models.moe.test_plans import ADAMW, MANY, SHAPE
+from tests.models.moe.test_plans import ADAMW, BALANCES, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
+from tests.support.bodies_balance import balanced_steps, check_same
 from tests.support.bodies_dryrun import whole_bytes
 from tests.support.bodies_experts import Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
@@ -56,6 +57,15 @@ def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_
         assert sum(sum(r.rows) for r in ranks) >= sum(whole.rows)
 
 
+@pytest.mark.slow(6)
+def test_eight_processes_follow_one(moe):
+    """Experts over two replicas, each cut over two tp ranks, in two stages: `dp2_ep2_tp2_pp2`."""
+    recipe = replace(moe, model=MANY, balance=BALANCES["batch"])
+    ranks = pool().run(8, balanced_steps, replace(recipe, plan="dp2_ep2_tp2_pp2"), True)
+    check_same(ranks[0], balanced_steps(replace(recipe, plan="single", micro_batch_size=8)))
+    assert [rank.held[0] for rank in ranks] == [rank.planned[0] for rank in ranks]
+
+
 CHOICES = {  # ranks, experts, slots: the experts of each token
     "drawn": (2, 6, 3, lambda tokens: torch.rand(tokens, 6).argsort(1)[:, :3]),
     "first": (2, 4, 2, lambda tokens: torch.arange(2).expand(tokens, 2)),
@@ -66,15 +76,18 @@ CHOICES = {  # ranks, experts, slots: the experts of each token
 
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "adapted"),
+    [("olmoe", torch.float32, False), ("olmoe", torch.bfloat16, True), ("gpt_oss_moe", torch.bfloat16, False)],
+)
 @pytest.mark.parametrize("name", CHOICES)
-def test_gathered_tokens_have_the_bits_of_one_process(name, family, apart):
-    """Also where memory behind the last row holds anything. Of bf16, whose sums show their order."""
+def test_gathered_tokens_have_the_bits_of_one_process(name, family, dtype, adapted, apart):
+    """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away."""
     torch.manual_seed(4)
     ranks, experts, slots, choose = CHOICES[name]
     config = replace(OURS_WITH_EXPERTS[family], num_experts=experts, experts_per_token=slots)
     choices = choose(ranks * 7).reshape(ranks, 7, slots)
-    for found, whole in pool().run(ranks, mixed, config, choices, torch.bfloat16, apart):
+    for found, whole in pool().run(ranks, mixed, config, choices, dtype, apart, "cpu", adapted):
         for one, other in zip(found[:3], whole[:3], strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for key, gradient in whole.dparameters.items():

@@ -271,7 +271,10 @@ def test_what_takes_no_tokens_is_refused(grown, tmp_path):
 
 def test_new_weights_have_rows_for_the_tokens(recipe, tmp_path):
     (tmp_path / "new.txt").write_text("the man\nsaid to him\n")
-    asked = replace(recipe, add_tokens=AddTokensConfig(file=str(tmp_path / "new.txt")), steps=2)
-    assert train(settle(asked, {})) == 0
+    (tmp_path / "other.txt").write_text("of the\n")
+    named = DataConfig(path=recipe.data.path, tokenizer_file=f"bytes + {tmp_path / 'other.txt'}")  # which has one more
+    asked = replace(recipe, add_tokens=AddTokensConfig(file=str(tmp_path / "new.txt")), steps=2, data=named)
+    assert train(override(asked, ["--resume", "auto"])) == 0  # there is none
     model = dtgpt.load(Path(recipe.runs) / "test-001", device="cpu")
-    assert model.config.vocab_size == 259 and model.tokenizer.encode("the man")[-1:] == [257]
+    assert model.config.vocab_size == 260 and model.tokenizer.encode("of the man the man")[-1:] == [258]
+    assert train(override(asked, ["--resume", "auto", "--steps", "3"])) == 0

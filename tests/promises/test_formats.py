@@ -31,9 +31,8 @@ MODULES = [module for module, _ in CAPABILITIES]
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 # What a run on a text may load of formats that it does not use: what tells them apart by a path.
 # What says whether a path is of its format; the BPE that such a run has; what opens cached tokens.
-LIGHT = (
-    r"(formats?|paths|marks|source|ids|base|byte_level|file_array|last|config)"  # the last two: a section of recipes
-)
+# Or what has a section of recipes.
+LIGHT = r"(formats?|paths|marks|source|ids|base|byte_level|file_array|last|config)"
 HEAVY = (
     r"dtgpt\.(interop\..*|data\.(library_tokenizers|megatron)\..*|posttrain\.chats\..*|"
     r"data\.prepare\.(inputs|parquet|encode|job)|posttrain\.lora\.source)"

@@ -195,7 +195,7 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
     ({"store": True}, "does not support store=True"), ({"verbosity": "low"}, "does not support verbosity='low'"),
     ({"metadata": "x"}, "metadata='x' is not an object"), ({"stop": [str(i) for i in range(17)]}, "17 stop strings"),
     ({"extra_body": {"prompt": "x"}}, "for completions"),
-    ({"response_format": {"type": "json_object"}}, "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format=.* is not a form of answers; use text, json_object or"),
     ({"max_completion_tokens": 0}, "max_completion_tokens=0 generates nothing; use 1 or more$"),
     ({"max_tokens": 11}, "max_completion_tokens=12 and max_tokens=11 differ; leave one out"),
     ({"extra_body": {"continue_final_message": True}}, "the last message is no answer that is begun"),

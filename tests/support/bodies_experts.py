@@ -17,6 +17,7 @@ from dtgpt.ops.experts.products import grouped_reference, outer_op
 from dtgpt.ops.experts.routing import Choice, Routing
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
 from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
+from dtgpt.posttrain.lora.adapters import Adapter, attach
 from dtgpt.train.setup import open_trainer
 
 
@@ -92,6 +93,7 @@ class _LeftOver(torch.autograd.Function):
         ctx.save_for_backward(x, weight, ends)
         made = grouped_reference(x, weight, ends)
         made[int(ends[-1]) :] = torch.nan
+        made[int(ends[-1]) :: 2] = 1  # a clamp has no gradient at NaN
         return made
 
     @staticmethod
@@ -112,7 +114,7 @@ class Mixed(NamedTuple):
 
 
 def mixed(
-    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu"
+    config: ExpertsConfig, choices: Tensor, dtype: torch.dtype, apart: bool, device: str = "cpu", adapted: bool = False
 ) -> tuple[Mixed, Mixed]:
     """Return what this rank, which holds some experts, makes of its tokens, of which `choices [ranks, N, k]` says the
     experts; and what one process does with all experts: with the tokens of this rank or, unless `apart`, of all."""
@@ -128,6 +130,10 @@ def mixed(
     whole = mixture.Experts(config).to(dtype)
     held = mixture.Experts(replace(config, num_experts=width)).to(dtype)
     held.count = config.num_experts
+    for stack in (*whole.children(), *held.children()) if adapted else ():
+        count, rows, columns = stack.get_parameter("weight").shape
+        a, b = torch.empty(count, 3, columns, dtype=dtype), torch.empty(count, rows, 3, dtype=dtype)
+        attach(stack, Adapter(a, b, torch.zeros(rows, dtype=torch.int64), 1, 2.5))
     for full, part in zip(whole.parameters(), held.parameters(), strict=True):
         full.data = drawn(*full.shape).to(dtype)
         part.data = full.data[rank * width : (rank + 1) * width].clone()
@@ -151,15 +157,12 @@ def mixed(
     else:
         with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
             found = run(held, spread, own)
-    alone = run(whole, whole.of_tokens, slice(None))
-    first = slice(rank * width, (rank + 1) * width)
-    if apart:  # gradients of parameters have an addend for each rank
-        addends = []
-        for r in range(ranks):
-            whole.zero_grad()
-            addends.append(run(whole, whole.of_tokens, slice(r * tokens, (r + 1) * tokens)).dparameters)
-        sums = {name: sum(each[name] for each in reversed(addends)) for name in addends[0]}
-        alone = alone._replace(dparameters=sums)
-    return found, Mixed(
-        alone.y[own], alone.dx[own], alone.dweights[own], {n: g[first] for n, g in alone.dparameters.items()}
-    )
+    first, alone = slice(rank * width, (rank + 1) * width), []
+    size = tokens if apart else ranks * tokens
+    for start in range(0, ranks * tokens, size):  # gradients of parameters have an addend for each part
+        rows = slice(start, start + size)
+        whole.zero_grad()
+        alone.append(run(whole, whole.of_tokens, rows))
+    y, dx, dweights = (torch.cat(parts)[own] for parts in list(zip(*alone, strict=True))[:3])
+    sums = {n: sum(each.dparameters[n][first] for each in reversed(alone)) for n in alone[0].dparameters}
+    return found, Mixed(y, dx, dweights, sums)

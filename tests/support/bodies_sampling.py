@@ -19,7 +19,7 @@ from dtgpt.inference.request import variant_of
 from dtgpt.inference.rules.edits import edit
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.sample import kept, record_reference, sample_reference
+from dtgpt.ops.sampling.sample import kept, masked, record_reference, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 from tests.support.interpreter import first_kernels_of, let_kernels_loop
 
@@ -211,21 +211,36 @@ def watched() -> Iterator[dict[str, Tensor]]:
 
 
 def compare_with_reference(
-    rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int, more: int = 0
+    rows: list[Row],
+    dtype: torch.dtype,
+    device: str,
+    alternatives: int,
+    padding: int,
+    more: int = 0,
+    masks: bool = False,
 ) -> Sampled:
     """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU. `more`: of the
-    columns that pad the logits, those that log-probabilities are over, too."""
-    size, variant = len(rows[0].logits), variant_for(rows, alternatives)
+    columns that pad the logits, those that log-probabilities are over, too. `masks`: all rows but the first may choose
+    some ids alone."""
+    size, variant = len(rows[0].logits), variant_for(rows, alternatives)._replace(masks=masks)
     logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
     slots, expected_state, state = torch.arange(len(rows)), state_of(rows, 16), state_of(rows, 16, device)
     logits[:, size : size + more] = logits[:, :1]
+    if masks:
+        words = torch.randint(-(2**31), 2**31, (len(rows) - 1, -(-size // 32)), dtype=torch.int32)
+        for one in (expected_state, state):
+            one.allow(range(1, len(rows)), words, size)
     expected = sample_reference(logits, expected_state.sequences, slots, size, variant, size + more)
     with watched() as seen:
         found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant, size + more)
     parameters = unpack(expected_state.parameters[: len(rows)])
     values = logits[:, :size].float()
     _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
-    if variant.edits or variant.ngram:
+    if masks:
+        allowed = edited = masked(edited, expected_state.sequences, slots)
+        assert all(allowed[i, token] > -math.inf for i, token in enumerate(expected.tokens.tolist()))
+        assert allowed[0].isfinite().any() and allowed[1:].isinf().any()
+    elif variant.edits or variant.ngram:
         assert torch.equal(seen["launch_edits"][:, :size].cpu(), edited)
     if variant.filters:
         scaled = edited / parameters.floats.temperature.float().clamp_min(1e-4)[:, None]
@@ -294,6 +309,7 @@ def _interpret() -> None:
     for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):
         dtype = torch.float16 if seed == 1 else torch.float32
         compare_with_reference(
-            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding, padding // 2
-        )
+            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding, padding // 2,
+            masks=seed in (1, 4),
+        )  # fmt: skip
     check_broken_rows("cpu")

@@ -28,8 +28,8 @@ from tests.support.cpu_seconds import clock
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "recorded_map.xz"
 FOLDER = "DTGPT_CALLS_OF_TESTS"  # environment variable: where the workers of a recording run write
-TIMES = 1.6  # as long as another run takes one that records
-HELP = f"record which test executes which function, for --changed: {TIMES} times the time of a run"
+TIMES = 1.6  # as long as another run takes one that records, at least: before Python 3.12 several times
+HELP = "record which test executes which function, for --changed; Python 3.12 and later slow a run down least"
 FIXTURE = "fixture "  # before the name of what is set up once for several tests
 
 

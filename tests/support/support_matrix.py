@@ -6,7 +6,7 @@ Every two of the choices below are put into one small recipe, which is checked a
 the number of the error message under the tables.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dtgpt.config.recipe_file import kinds
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.config import architectures
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
@@ -50,7 +51,7 @@ Choice = tuple[str, dict[str, Any]]
 PLANS = {  # a part of a plan's name -> a whole plan that has it
     "dp": "dp4", "zero1": "dp4_zero1", "zero2": "dp4_zero2", "zero3": "dp4_zero3", "tp": "dp2_tp2", "sp": "dp2_tp2_sp",
     "cp": "dp2_cp2", "pp (1F1B)": "dp2_pp2", "gpipe": "dp2_pp2_gpipe", "interleaved": "dp2_pp2_interleaved",
-    "zbv": "dp2_pp2_zbv",
+    "zbv": "dp2_pp2_zbv", "ep": "dp4_ep2",
 }  # fmt: skip
 PRECISIONS: list[Choice] = [(name, {"precision": name}) for name in ("fp32", "bf16", "fp16", "fp8")]
 OBJECTIVES: list[Choice] = [
@@ -70,7 +71,7 @@ FEATURES: list[Choice] = [
     ("batch size ramp-up", {"rampup_batch_size": "32 32 256"}),
     ("documents apart", {"data": DataConfig(path="x", reset_attention_mask=True)}),
     ("receipts", {"receipts": ReceiptsConfig(on=True)}),
-    ("dropout", {"model": GPT2Config(**SMALL | {"dropout": 0.1})}),
+    ("dropout", {"dropout": 0.1}),
     ("CPU", {"device": "cpu"}),
 ]
 MODELS: list[Choice] = []
@@ -78,6 +79,7 @@ for name, part in architectures().items():
     own = {field.name for field in fields(load(part))}
     model = load(part)(**{key: value for key, value in SIZES.items() if key in own})
     MODELS.append((name, {"model": model}))
+MIXTURE = dict(MODELS)["olmoe"]
 
 
 def recipe_of(*choices: dict[str, Any]) -> Recipe:
@@ -88,7 +90,8 @@ def recipe_of(*choices: dict[str, Any]) -> Recipe:
     }  # fmt: skip
     for values in choices:
         plain |= values
-    return Recipe(**plain)
+    dropout = plain.pop("dropout", 0.0)
+    return Recipe(**plain | {"model": replace(plain["model"], dropout=dropout)})
 
 
 def settings_of(*choices: dict[str, Any]) -> Settings:
@@ -107,6 +110,11 @@ def refusal(*choices: dict[str, Any]) -> str | None:
     return None
 
 
+def lacks_experts(values: dict[str, Any]) -> bool:
+    """Return whether a plan spreads experts that a model has not, of which the page says so in a sentence."""
+    return values.get("plan") == PLANS["ep"] and not isinstance(values.get("model"), ExpertsConfig)
+
+
 def no_generation(plan: str) -> str | None:
     """Return the error message of a generation under a plan; None where it begins."""
     try:
@@ -119,18 +127,21 @@ def no_generation(plan: str) -> str | None:
 def table() -> str:
     """Return the tables, and the error messages that they number. Equal rows are one, and equal columns."""
     plans: list[Choice] = [(part, {"plan": name}) for part, name in PLANS.items()]
+    of_models = [(part, values | (MIXTURE if part == "ep" else {})) for part, values in plans]
     notes: dict[str, int] = {}
 
     def cell(message: str | None) -> str:
         return "yes" if message is None else f"({notes.setdefault(message, len(notes) + 1)})"
 
     def asked(values: dict[str, Any], own: dict[str, Any]) -> str:
-        return "" if values.keys() & own.keys() else cell(refusal(values, own))  # two values of one option
+        if values.keys() & own.keys() or lacks_experts(values | own):  # two values of one option
+            return ""
+        return cell(refusal(values, own))
 
     def cells(down: list[Choice], across: list[Choice]) -> dict[str, list[str]]:
         return {words: [asked(values, own) for _, own in across] for words, values in down}
 
-    under_plans = cells([*PRECISIONS, *OBJECTIVES, *FEATURES], plans)
+    under_plans = cells([*PRECISIONS, *OBJECTIVES, *FEATURES], of_models)
     under_plans["generation, serving, evaluation"] = [cell(no_generation(plan)) for plan in PLANS.values()]
     others = [*PRECISIONS, *OBJECTIVES]
     together = cells([*OBJECTIVES, *FEATURES], others)

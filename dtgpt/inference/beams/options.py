@@ -8,7 +8,7 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
-WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs", "repetition_penalty"
+WITHOUT = "stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs", "repetition_penalty", "json_schema"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ DTYPES = ("torch_dtype", "dtype")  # of weights, for transformers 4 and 5
 QUANTISED = "quantization_config"  # of what was read; what dtgpt writes is in the type that is asked for
 OF_CLASS = ("auto_map", "add_bos_token", "add_eos_token")  # what tokenizer.json says, or other classes do
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+READ_BY_OTHERS = ("n_ctx",)  # llama.cpp needs it of a GPT-2, and transformers 5 leaves it out
 REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
 
 
@@ -76,6 +77,7 @@ class Origin:
         plain = {name: value for name, value in theirs.items() if name != QUANTISED}
         model: dict[str, Any] = plain | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
         model |= {name: whole.seq_length for name in POSITIONS if name in theirs}
+        model |= {name: own[name] for name in READ_BY_OTHERS if name in own}
         if not _describes(model, whole):
             return self._with_ends(made)
         written = {"config.json": model}

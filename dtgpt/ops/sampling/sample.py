@@ -3,11 +3,11 @@
 A draw such as `torch.multinomial` takes from a generator's state, so that a text would depend on which other sequences
 are in its batch.
 
-The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; repetition
-penalty; logit bias; frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the
-likeliest id if temperature is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, min-p, and a draw
-by the Gumbel-max trick. Its noise is a pure function of (key, position, id). The smallest id wins among equals. If
-every id is banned, id 0 is chosen.
+The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; repetition penalty;
+logit bias; frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the ids that the
+host allows; the likeliest id if temperature is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p,
+min-p, and a draw by the Gumbel-max trick. Its noise is a pure function of (key, position, id). The smallest id wins
+among equals. If every id is banned, id 0 is chosen.
 
 What is here runs where Triton does not, and is the oracle of the kernels. The result of a row depends on that row
 alone, bit for bit: sums over the vocabulary are those of `log_softmax` and `softmax`, whose order is fixed by its size,
@@ -37,12 +37,22 @@ def sample_reference(
     measured, edited = values, values
     if variant.edits or variant.ngram:
         measured, edited = logit_rules()(values, sequences, slots, parameters, variant)
+    if variant.masks:
+        edited = masked(edited, sequences, slots)
     edited = edited[:, :vocab_size]
     if variant.beams:
         ids, logprobs = beam_candidates(measured, edited, variant.alternatives)
         return Sampled(ids[:, 0], logprobs[:, 0], ids, logprobs)
     tokens = choose(edited, sequences.position[slots], parameters, variant.filters)
     return Sampled(tokens, *log_probabilities(measured, tokens, variant.alternatives))
+
+
+def masked(values: Tensor, sequences: Sequences, slots: Tensor) -> Tensor:
+    """Return values `[B, V]` with -inf at the ids that the host does not allow after each sequence."""
+    bits = torch.arange(32, dtype=torch.int32, device=values.device)
+    allowed = (sequences.allowed[slots][:, :, None] >> bits & 1).flatten(1)  # [B, 32 W]
+    columns = min(values.shape[1], allowed.shape[1])  # what is behind, no row may choose
+    return values[:, :columns].masked_fill(allowed[:, :columns] == 0, -math.inf)
 
 
 def logit_rules() -> Callable[..., tuple[Tensor, Tensor]]:

@@ -68,6 +68,7 @@ class Sequences(NamedTuple):
     position: Tensor  # int64 [S], that of `token`
     history: Tensor  # int64 [S, P], all tokens up to `position`; what is behind has no meaning
     parameters: Tensor  # int64 [S, PARAMETERS]
+    allowed: Tensor  # int32 [S, W], read by masks: bit i % 32 of word i // 32 says whether id i may come next
 
 
 class Variant(NamedTuple):
@@ -79,6 +80,7 @@ class Variant(NamedTuple):
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return
     beams: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules: candidates of beams
+    masks: bool = False  # the host says which ids may come next
 
 
 class Sampled(NamedTuple):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.open import run_of
+from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import DataConfig, Section
@@ -37,8 +39,8 @@ class Grown(Beginning):
 
     def __init__(self, inner: Beginning, file: Path, count: int, resume: str | Path | None):
         """count: of the tokens, where it is known; 0: it is not."""
-        self.inner, self.file, self.resume, self.path = inner, file, resume, inner.path
-        self.count = count
+        self.inner, self.file, self.path, self.count = inner, file, inner.path, count
+        self.resume = run_of(Path(resume)) if resume else None  # `auto` may find none
         if resume and inner.path == Path(resume):
             raise UserError(
                 f"add_tokens.file={file} adds to a model, and resume={resume}, a run of another library, goes on with "
@@ -46,16 +48,15 @@ class Grown(Beginning):
             )
         if isinstance(inner, OwnRun):
             inner.change = self.grown
-        if resume:
-            check_same_tokens(file, count, Path(resume))
+        if self.resume:
+            check_same_tokens(file, count, self.resume)
 
     def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:
         recipe = self.inner.settle(asked, given)
         data, held = self.with_tokenizer(recipe.data, recipe.model), recipe.model.vocab_size
         tokenizer = open_tokenizer(str(data.tokenizer_file))
         new, needed = self._new_ids(tokenizer), tokenizer.vocab_size
-        section = replace(recipe.section(AddTokensConfig), first=new.start, count=len(new))
-        recipe = replace(recipe, add_tokens=section)
+        recipe = replace_values(recipe, {"add_tokens.first": new.start, "add_tokens.count": len(new)})
         if needed <= held:
             return recipe
         if "model.vocab_size" in given and self.path is None:
@@ -67,7 +68,7 @@ class Grown(Beginning):
         return replace(recipe, model=replace(recipe.model, vocab_size=needed))
 
     def with_tokenizer(self, data: DataConfig, model: ModelConfig) -> DataConfig:
-        if self.resume or AND in (data.tokenizer_file or ""):  # a run carries its tokenizer
+        if self.resume or (data.tokenizer_file or "").endswith(f"{AND}{self.file}"):  # a run carries its tokenizer
             return self.inner.with_tokenizer(data, model)
         if format_of(data.path) is not None and data.tokenizer == "auto" and data.tokenizer_file is None:
             data = self._of_model(data, model)
@@ -94,7 +95,7 @@ class Grown(Beginning):
 
     def model_of_ends(self, data: DataConfig, tokenizer: Tokenizer) -> Path | None:
         base, named, _ = (data.tokenizer_file or "").rpartition(AND)
-        if not named:  # of a run that goes on
+        if self.resume or not named:  # a run that goes on has its own
             return None
         plain = open_tokenizer(base)
         found = self.inner.model_of_ends(replace(data, tokenizer_file=base), plain)

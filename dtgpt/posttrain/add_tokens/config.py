@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.rules import Given, Rule, Rules
@@ -44,9 +45,7 @@ class AddTokensConfig(Section):
     def changed_beginning(self, begin: Any, resume: Any) -> Any:
         if self.file is None:
             return begin
-        from dtgpt.posttrain.add_tokens.begin import Grown
-
-        return Grown(begin, Path(self.file), self.count, resume)
+        return seams.load("dtgpt.posttrain.add_tokens.begin:Grown")(begin, Path(self.file), self.count, resume)
 
     @property
     def new_ids(self) -> range:

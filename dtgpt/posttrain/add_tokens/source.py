@@ -121,7 +121,7 @@ def saved_rows(checkpoint: Checkpoint, name: str) -> Tensor:
 def ids_of(checkpoint: Checkpoint) -> range:
     """Return the ids of the tokens whose rows a checkpoint of adapters has; none where it has none. Raise Damaged."""
     facts: Any = checkpoint.state.get(ENTRY, {"first": 0, "count": 0})
-    numbers = [facts.get(name) for name in ("first", "count")] if isinstance(facts, dict) else [None]
+    numbers: list[Any] = [facts.get(name) for name in ("first", "count")] if isinstance(facts, dict) else [None]
     if not all(type(each) is int and 0 <= each <= checkpoint.config.vocab_size for each in numbers):
         raise Damaged(checkpoint.folder, f"its {shown_name(ENTRY)} does not name the rows of new tokens")
     return range(numbers[0], sum(numbers))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dtgpt.data.library_tokenizers.added_tokens import special_token
 from dtgpt.data.library_tokenizers.characters import Char
-from dtgpt.data.library_tokenizers.export import transformers_files
+from dtgpt.data.library_tokenizers.export import tokenizer_json_of, transformers_files
 from dtgpt.data.library_tokenizers.libraries import TokenizerJson
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError, shown
@@ -102,7 +102,11 @@ def with_tokens(base: Tokenizer, tokens: list[NewToken], file: str | os.PathLike
             f"the tokenizer {base.name} {kind}, so that no token can be added to it; use a tokenizer.json, or one of "
             "dtgpt tokenizer train"
         )
-    content = dict(transformers_files(base, 1)["tokenizer.json"], **WHOLE)
+    if isinstance(base, TokenizerJson):
+        content = parse_json(tokenizer_json_of(base))
+    else:  # of which the library's form is compared
+        content = transformers_files(base, 1)["tokenizer.json"]
+    content |= WHOLE
     plain = TokenizerJson(base.name, json.dumps(content, ensure_ascii=False), _end_name(base))
     for token in tokens:
         own = plain.id_of(token.content)

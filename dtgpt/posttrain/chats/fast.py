@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,9 @@ from dtgpt.data.library_tokenizers.libraries import TokenizerJson
 from dtgpt.data.prepare.encode import COMPARED, MOST_BLOCKS
 from dtgpt.data.prepare.fast import Fast, fast_for, is_installed
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.posttrain.chats.encode import ChatEncoder
 from dtgpt.util.console import say
 
 WORTHWHILE = 1 << 24  # bytes of inputs; of fewer, the comparison takes longer than the library saves
-Encoder = TypeVar("Encoder", bound=ChatEncoder)
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,9 @@ class Compared:
         return ids, counts
 
 
-def quicken(encoder: Encoder, blocks: Iterator[Lines | Parsed]) -> tuple[Encoder, Iterator[Lines | Parsed]]:
+def quicken(encoder: Any, blocks: Iterator[Lines | Parsed]) -> tuple[Any, Iterator[Lines | Parsed]]:
     """Return an encoder to the same tokens by fastokens, where that can be had, and all the blocks, of which some are
-    read before. Raises UserError where inputs cannot be read."""
+    read before. encoder: a `ChatEncoder`. Raises UserError where inputs cannot be read."""
     vocabulary = encoder.vocabulary
     if not isinstance(vocabulary, TokenizerJson) or vocabulary.bytes_of(0) is None or not is_installed():
         return encoder, blocks

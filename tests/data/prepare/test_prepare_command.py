@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from dtgpt.data.prepare.tokenizer_command import command as tokenizer_command
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of, write_lines
+from tests.support.vocabularies import tokenizer_json
 
 
 def test_merge_joins_datasets_in_order(tmp_path, capsys):
@@ -213,3 +215,16 @@ def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     for documents in (999, 1000, 1001, 2500):
         progress.update(documents, 1, 0)
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["1,000", "2,500"]
+
+
+def test_a_preparation_loads_nothing_that_trains(tmp_path):
+    """All formats of tokenizers are asked, and so imported: one of them brought torch, and seconds."""
+    (tmp_path / "a.txt").write_text("a text\n" * 9)
+    words = ["a.txt", "--output-prefix", "mine", "--tokenizer", str(tokenizer_json(tmp_path)), "--workers", "1"]
+    script = (
+        "import sys; from dtgpt.data.prepare.command import command; command(sys.argv[1:]); "
+        "print('LOADED', *({'torch', 'transformers', 'datasets', 'huggingface_hub'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["LOADED"]

@@ -85,9 +85,13 @@ def choose_groups(rows: int, columns: int, groups: int, processors: int) -> Tile
 
 
 def choose_chain(rows: int, columns: int, size: int, itemsize: int, processors: int) -> Tile:
-    """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all."""
+    """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all. In
+    fp32 routers of experts have many rows: `benchmarks/op_experts.py --cases router` measures their tiles."""
+    if itemsize == 4 and rows <= 16:
+        return Tile(16, 32, 32, 4, 3)
     if itemsize == 4:
-        return Tile(16 if rows <= 16 else 64, 32, 32, 4, 3)
+        fills = math.ceil(rows / 128) * math.ceil(columns / 64) >= 2 * processors
+        return Tile(128, 64, 16, 4, 3) if fills else Tile(64, 64 if columns > 32 else 32, 32, 4, 3)
     if rows > 16 and columns <= 2048:
         return Tile(32 if rows <= 32 else 64, 16 if rows <= 64 else 32, 128, 4, 5)
     return choose_tile(rows, columns, 1, size, 128, processors, chain=True)

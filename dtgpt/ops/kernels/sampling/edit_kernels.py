@@ -143,7 +143,7 @@ def edit_kernel(
 def launch_edits(logits: Tensor, sequences: Sequences, slots: Tensor, variant: Variant) -> Tensor:
     """Return logits `[B, V]` in fp32 after all rules."""
     edited = logits.to(torch.float32, copy=True).contiguous()
-    token, position, history, parameters = sequences
+    token, position, history, parameters, _ = sequences
     edit_kernel[(len(slots),)](
         edited,
         edited.stride(0),

@@ -4,6 +4,7 @@ three more, rules on logits two. torch would launch six to record the tokens of 
 from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, has_triton
+from dtgpt.ops.sampling.sample import masked
 from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
 
 
@@ -21,6 +22,7 @@ def _sample(
 
     measured = logits if logits.stride(1) == 1 else logits.contiguous()
     edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured
+    edited = masked(edited, sequences, slots) if variant.masks else edited
     return launch_sample(measured, edited, sequences, slots, vocab_size, variant, columns or vocab_size)
 
 

@@ -1,0 +1,199 @@
+"""Answers that keep to JSON or to a call of a tool, with OpenAI's own client and LangChain against a live server."""
+
+import json
+from contextlib import contextmanager
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.serve.answer_grammar import FINAL, call_grammar, free_text, grammar_of
+from dtgpt.serve.problems import HttpProblem
+from tests.support.chats import HERMES, LLAMA3, QWEN3, write_tokenizer
+from tests.support.server import live_server, served, tiny_model
+
+pytest.importorskip("jinja2")
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.slow(5)
+
+MESSAGES = [{"role": "user", "content": "Who?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/digit"}},
+            "required": ["a"],
+            "additionalProperties": False,
+            "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: Literal["Ann", "Bo"]
+    ages: list[Literal[1, 2]] = Field(max_length=2)
+    more: bool | None
+
+
+FORMAT = {
+    "type": "json_schema", "json_schema": {"name": "Person", "strict": True, "schema": Person.model_json_schema()},
+}  # fmt: skip
+
+
+@contextmanager
+def address_of(folder, family="chatml", template=None):
+    tokenizer = open_tokenizer(str(write_tokenizer(folder, family, template)))
+    model = tiny_model(seq_length=1024, vocab_size=320, init_std=0.3)
+    with served(model, tokenizer, slots=4) as service, live_server(service) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    with address_of(tmp_path_factory.mktemp("model")) as address:
+        yield address
+
+
+def client_of(address):
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with client_of(address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory):
+    with address_of(tmp_path_factory.mktemp("hermes"), "qwen3", HERMES) as address, client_of(address) as client:
+        yield client
+
+
+def create(client, **options):
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 1, "max_completion_tokens": 300, **options}
+    return client.chat.completions.create(**asked)
+
+
+def test_an_answer_keeps_to_a_schema_also_in_a_stream(client):
+    answer = create(client, response_format=FORMAT, n=2)
+    for choice in answer.choices:
+        assert Person.model_validate_json(choice.message.content) and choice.finish_reason == "stop"
+    chunks = list(create(client, response_format=FORMAT, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content and chunks[-1].choices[0].finish_reason == "stop"
+    cut = create(client, response_format=FORMAT, max_completion_tokens=7).choices[0]
+    assert cut.finish_reason == "length" and text.startswith(cut.message.content)
+
+
+def test_an_answer_is_an_object(client):
+    for seed in range(3):
+        answer = create(client, response_format={"type": "json_object"}, seed=seed, logit_bias={"0": -100})
+        choice = answer.choices[0]
+        assert choice.message.content.startswith("{")
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+def test_a_prompt_without_a_chat_is_continued_by_a_schema(client):
+    schema = FORMAT["json_schema"]["schema"]
+    answer = client.completions.create(
+        model="tiny", prompt=["Ann: ", "Bo: "], max_tokens=300, seed=1, extra_body={"json_schema": schema}, logprobs=1
+    )
+    for choice in answer.choices:
+        assert Person.model_validate_json(choice.text)
+    assert min(answer.choices[0].logprobs.token_logprobs) < -1  # before the mask
+
+
+def test_openais_client_parses_an_answer(client):
+    parsed = client.chat.completions.parse(model="tiny", messages=MESSAGES, seed=1, response_format=Person)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Person, max_completion_tokens=3)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_has_structured_output(address, hermes, method):
+    langchain = pytest.importorskip("langchain_openai")
+    where = str(hermes.base_url) if method == "function_calling" else address
+    model = langchain.ChatOpenAI(base_url=where, api_key="none", model="tiny", seed=1, max_tokens=400)
+    found = model.with_structured_output(Person, method=method, include_raw=True).invoke("Who?")
+    if method == "json_mode":  # any object
+        assert found["raw"].content.startswith("{")
+    else:
+        assert isinstance(found["parsed"], Person) and found["parsing_error"] is None
+
+
+def test_an_answer_must_call_a_tool(hermes):
+    def called(**options):
+        choice = create(hermes, tools=[ADD, NOW], parallel_tool_calls=False, **options).choices[0]
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+
+    found = {name for seed in range(5) for name, _ in called(tool_choice="required", seed=seed)}
+    assert found == {"add", "now"}
+    named = {"type": "function", "function": {"name": "add"}}
+    ((name, arguments),) = called(tool_choice=named)
+    assert name == "add" and 0 <= arguments["a"] <= 9
+    several = create(hermes, tools=[ADD], tool_choice="required", logit_bias={"10": 9}).choices[0].message
+    assert len(several.tool_calls) > 1
+
+
+def test_a_thought_may_come_before_an_answer(tmp_path):
+    """The token that begins one is likelier here than any other, as is the end of it behind it."""
+    tokenizer = open_tokenizer(str(write_tokenizer(tmp_path, "qwen3", QWEN3)))
+    begin, end = (tokenizer.encode_bare(name) for name in ("<think>", "</think>"))
+    with address_of(tmp_path, "qwen3", QWEN3) as address, client_of(address) as client:
+        free = {"logit_bias": {str(begin[0]): 50, str(end[0]): 100}, "response_format": FORMAT}
+        message = create(client, **free).choices[0].message
+        assert Person.model_validate_json(message.content) and not hasattr(message, "reasoning_content")
+        hidden = create(client, **free, logprobs=True).choices[0].logprobs.content
+        assert [one.token for one in hidden[:2]] == ["<think>", "</think>"]
+        begun = [*MESSAGES, {"role": "assistant", "content": "<think>so"}]
+        more = {"extra_body": {"continue_final_message": True}}
+        thought = create(client, messages=begun, **more, response_format=FORMAT, logit_bias={str(end[0]): 5})
+        assert Person.model_validate_json(thought.choices[0].message.content)
+        assert thought.choices[0].message.reasoning_content
+
+
+def test_what_comes_before_a_grammar():
+    harmony = "{{ '<|channel|>' }}"
+    assert free_text(harmony, "<|start|>assistant", False, False) == {"free_until": FINAL}
+    assert free_text(harmony, "<|start|>assistant", False, True) == {} == free_text(LLAMA3, "x", False, False)
+    assert free_text(QWEN3, "<think>\n", True, False) == {"free_until": "</think>"}
+    assert free_text(QWEN3, "<think>\n\n</think>\n\n", False, False) == {} == free_text(QWEN3, "x", False, True)
+    assert free_text(QWEN3, "x", False, False) == {"free_until": "</think>", "free_from": "<think>"}
+    assert grammar_of(QWEN3, None, [], True) == {}
+    with pytest.raises(HttpProblem, match="tool_choice cannot ask for a call from this model"):
+        grammar_of(harmony, None, [ADD["function"]], True)
+
+
+def test_calls_of_llama_have_parameters():
+    assert '"parameters": {"type": "object"}' in call_grammar("", [NOW["function"]], False)
+    assert "<tool_call>" in call_grammar(HERMES, [NOW["function"]], False)
+
+
+@pytest.mark.parametrize("given, wrong", [
+    ("json", "response_format='json' is not a form of answers; use text, json_object or json_schema"),
+    ({"type": "json_schema"}, "json_schema=None has no schema; give such as"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}, "has no schema; give such as"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}},
+     "the JSON schema cannot be kept to .Invalid type: thing.; change it"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}},
+     "uniqueItems"),
+])  # fmt: skip
+def test_a_form_that_cannot_be_kept_to_is_a_sentence(client, given, wrong):
+    with pytest.raises(openai.BadRequestError, match=wrong):
+        create(client, response_format=given)
+
+
+def test_other_keys_that_a_schema_does_not_go_with_are_a_sentence(client):
+    with pytest.raises(openai.BadRequestError, match=r"json_schema ends a text .* leave min_tokens out"):
+        create(client, response_format=FORMAT, extra_body={"min_tokens": 3})
