@@ -67,7 +67,7 @@ def column_sum(x: Tensor) -> Tensor:
 
 # x `[M, K]`, weight, count, by_inputs: x w^T of a weight `[N, K]` by its inputs, or x w of a weight `[K, N]`, as a node
 # of `count` pieces of K.
-ADDENDS = Operation("addends_of_pieces", _addends, "x w, the sum of products of pieces of K in a tree")
+ADDENDS = Operation("addends_of_pieces", _addends, "x w, pieces of K added in a tree")
 # x `[M, K]`, weight, bias, count, by_inputs: x w of a weight `[K, N]` by its inputs, or x w^T + bias of a weight
 # `[N, K]`, in `count` pieces of N.
 COLUMNS = Operation("columns_of_pieces", _columns, "x w + bias, in pieces of columns")

@@ -103,7 +103,7 @@ def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
 # dy `[B, T, H]`, x of its shape or None, count, eps, centred: of each of `count` pieces of T, the sums over its rows of
 # dy times x, normalised by LayerNorm or, where it is not centred, by RMSNorm, and of dy: fp32 `[count, 2, H]`; without
 # x the latter alone, `[count, 1, H]`.
-PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)) and sum(dy) over the rows of each piece")
+PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)), sum(dy), of rows in pieces")
 
 
 def _whole(share: Share, *given: Any) -> Tensor:

@@ -69,14 +69,14 @@ def _row_groups(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
 
 
 why_older = partial(why_below, HOPPER)
-ROWS = f"in bf16, of more than {FEW} rows"
+ROWS = f"bf16, over {FEW} rows"
 ADDENDS = (
     Kernel(
         "Triton: pieces and tree in registers",
         _in_registers,
         lambda *x: kernels().tree_product(*x),
         why_older,
-        f"{ROWS} in whole tiles of 128 x 128, and pieces of 64 k terms",
+        f"{ROWS} in tiles of 128 x 128, pieces of 64 k terms",
     ),
 )
 COLUMNS = (
@@ -85,11 +85,11 @@ COLUMNS = (
         _in_one_chain,
         _whole,
         why_older,
-        f"{ROWS}, pieces of {ALIGNED} k columns, fewer than {LONG:,} terms or 2^21 numbers of a piece",
+        f"{ROWS}, pieces of {ALIGNED} k columns, below {LONG:,} terms or from 2^21 numbers on",
     ),
 )
 WEIGHT_GRADIENT = (
     Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
 )
-COLUMN_SUMS = (by_triton(_column_sums, _column_tiles, f"on GPUs, of pieces of {COLUMNS_OF_TILE} k columns"),)
-PIECE_SUMS = (by_triton(lambda *x: kernels().piece_sums(*x), _row_groups, "on GPUs, of pieces of 8 k positions"),)
+COLUMN_SUMS = (by_triton(_column_sums, _column_tiles, f"pieces of {COLUMNS_OF_TILE} k columns"),)
+PIECE_SUMS = (by_triton(lambda *x: kernels().piece_sums(*x), _row_groups, "pieces of 8 k positions"),)
