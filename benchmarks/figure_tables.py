@@ -42,7 +42,7 @@ def shown(value: float | str, unit: str) -> str:
     """Return a figure with the digits that a reader needs."""
     if isinstance(value, str):
         return value
-    if isinstance(value, int) or value >= 1000:
+    if isinstance(value, int) or value >= 999.5:
         return f"{value:,.0f}"
     if unit.endswith("%"):
         return f"{value:.1f} %"
