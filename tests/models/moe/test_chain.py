@@ -19,7 +19,7 @@ OPTIONS = {
     "model.num_layers": 4, "model.hidden_size": 32, "model.head_dim": 8, "model.ffn_hidden_size": 24,
     "model.seq_length": 16, "model.vocab_size": 257, "model.dropout": 0.1, "data.tokenizer": "bytes",
     "data.path": "text.txt", "data.held_out": 0.0, "optimizer.eps": 1e-4, "optimizer.warmup": 5, "balance.loss": 0.1,
-    "global_batch_size": 8, "micro_batch_size": 1, "steps": 60, "device": "cpu", "log.interval": 1,
+    "global_batch_size": 8, "micro_batch_size": 1, "steps": 44, "device": "cpu", "log.interval": 1,
     "log.sample_interval": 0, "log.eval_interval": 0, "log.sample_tokens": 0, "checkpoint.interval": 1,
 }  # fmt: skip
 CHAINS = {
