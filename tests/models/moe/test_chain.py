@@ -28,7 +28,7 @@ CHAINS = {
         "dp4_ep2_zero1",
     ],
     "exact": [  # of which all have the same bits
-        "dp2_ep2", "dp4_ep4_zero3", "pp2_1f1b", "dp2_ep2_pp2_interleaved_zero1", "dp2_zero2", "dp4_ep2_zero2", "zero3",
+        "dp2_ep2", "dp4_ep4_zero3", "pp2_1f1b", "dp2_ep2_pp2_interleaved_zero1", "dp2_zero2", "dp4_ep2_zero2", "dp2_zero3",
         "dp2_ep2_zero1",
     ],
 }  # fmt: skip
@@ -49,7 +49,7 @@ def kill_after(words: list[str], folder: Path, steps: int) -> int:
         if len(told) == steps:
             break
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-    os.kill(max(map(int, children), default=program.pid), signal.SIGKILL)
+    os.kill(max(map(int, children)), signal.SIGKILL)
     out, err = program.communicate(120)
     assert program.returncode == 128 + signal.SIGKILL, out + err
     return max([*told, *map(int, re.findall(r"(?m)^step +(\d+)/", out))])
