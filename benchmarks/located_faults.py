@@ -390,7 +390,7 @@ LOCATED = [
         Fault(
             "a repeated batch counts in the validation loss",
             "dtgpt/train/objective.py",
-            "if loss is not None and turn < len(batches):",
+            "if loss is not None and counts_here:",
             "if loss is not None:",
         ),
         "--plans dp2",
