@@ -142,7 +142,7 @@ FAULTS = [
     Fault(
         "fractions: a repeated batch counts in the validation loss",
         "dtgpt/train/objective.py",
-        "if loss is not None and turn < len(batches):",
+        "if loss is not None and counts_here:",
         "if loss is not None:",
     ),
     Fault(
@@ -443,10 +443,10 @@ FAULTS = [
     Fault(
         "experts: the bias of an expert's output is not weighted",
         "dtgpt/models/moe/mixture.py",
-        "return summed(made, choice.weights.flatten(0, -2), order).view_as(x)",
+        "return summed(made, choice.weights, order)",
         "bias = 0 if self.down.bias is None else (self.down.bias.to(x.dtype)[choice.experts]"
         " * (1 - choice.weights[..., None])).sum(-2)\n"
-        "        return summed(made, choice.weights.flatten(0, -2), order).view_as(x) + bias",
+        "        return summed(made, choice.weights, order) + bias",
     ),
     Fault(
         "experts: FLOPs count all of them",
