@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.config.sections import DataConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.norms import rows_summed_by
@@ -206,6 +207,11 @@ REFUSED = [
     ("single", {"exact_tp": PiecesConfig(pieces=6)}, r"exact_tp.pieces=6 is no power of two; use 2, 4, 8 or 16"),
     ("single", {"exact_tp": PiecesConfig(pieces=4), "reduce": "exact"}, r"no effect with reduce=exact"),
     ("cp2", {}, r"reduce=exact_tp, but cp=2 adds up"),
+    (
+        "tp2_sp",
+        {"data": DataConfig(tokenizer="bytes", reset_position_ids=True)},
+        r"reset_position_ids=on .* use a plan without sp or",
+    ),
     ("single", {"model": OURS["gpt_oss"]}, r"but the sums of \S+ are not computed in pieces; use --reduce exact or"),
 ]
 

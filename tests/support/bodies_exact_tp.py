@@ -29,7 +29,7 @@ def _in_turn(addends: Any) -> Tensor:
 def _own_rows(share: Share, *given: Any) -> Tensor:
     dy, x, *rest = given
     made = rows.PIECE_SUMS(dy, x, 1, *rest)  # of all rows of the rank at once
-    return share.gather(made.expand(share.count, *made.shape[1:])).sum(0) / share.count
+    return share.gather(made.expand(share.number, *made.shape[1:])).sum(0) / share.number
 
 
 # By name: what a plan would do without one part of the capability.

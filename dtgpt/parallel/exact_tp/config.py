@@ -87,6 +87,13 @@ class HasOtherObjective(Condition):
         return bool(other_objective(values.config))
 
 
+class HasPositions(Condition):
+    """A recipe's model has a table of positions."""
+
+    def fits(self, values: Values, name: str) -> bool:
+        return Role.POSITIONS in values.config.model.roles.values()
+
+
 class TooManyRanks(Condition):
     """The tensor-parallel ranks of a plan do not divide the pieces."""
 
@@ -114,6 +121,13 @@ PLAN_RULES: Rules = (  # of a recipe under a `plan`
         f"reduce={NAME}, but cp={{plan.cp}} adds up the keys and values of several ranks in its own order; use a plan "
         f"without cp or {FAST}",
         Is("plan.cp", ">", 1),
+    ),
+    Rule(
+        f"reduce={NAME}, but with data.reset_position_ids=on ranks that cut the sequence share rows of the position "
+        f"table, whose gradients they add up in their own order; use a plan without sp or {FAST}",
+        Is("plan.sequence_parallel", "==", True),
+        Is("data.reset_position_ids", "==", True),
+        HasPositions("model"),
     ),
     Rule(
         f"reduce={NAME}, but the plan has styles of its own, which cut other sums; use a plan without them or {FAST}",
