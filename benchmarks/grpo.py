@@ -32,7 +32,7 @@ from dtgpt.parallel.context_parallel.batches import slice_of
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.hardware import device_name
+from dtgpt.util.shared.device_words import device_name
 
 PARTS = ("rollout_seconds", "scoring_seconds", "training_seconds")
 RATES = ("rollout_tokens_per_second", "training_tokens_per_second")

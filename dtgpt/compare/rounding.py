@@ -11,6 +11,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import Role, role_of
 from dtgpt.models.shared.packed import pieces
+from dtgpt.models.shared.positions import learns_positions
 
 
 def comparable(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def comparable(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     core = inventory(config).cores(block)[0]
     if core.sinks:  # another logit stands beside the scores
         return tensor
-    if kind == "bias" and config.learns_positions:
+    if kind == "bias" and learns_positions(config):
         heads = tensor.reshape(-1, config.num_heads // core.kv_heads + 2, core.head_dim)
         return torch.cat([heads[:, :-2], heads[:, -1:]], dim=1)
     packed = pieces(config, Parameter(name, tuple(tensor.shape), Role.QKV, block))

@@ -24,7 +24,7 @@ from dtgpt.models.shared.attention_backend import attention_backend
 from dtgpt.run.records import has_step
 from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name
+from dtgpt.util.shared.device_words import device_name
 from dtgpt.util.storage import atomic_file, parse_json, read_regular
 
 STARTS = "starts.jsonl"

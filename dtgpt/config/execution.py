@@ -75,12 +75,6 @@ class Settings:
         return self.products or next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     @property
-    def number_types(self) -> str:
-        """The types of activations and of products, in words."""
-        activations = str(self.dtype).removeprefix("torch.")
-        return f"{activations}, products of blocks in {self.products}" if self.products else activations
-
-    @property
     def low_precision(self) -> bool:
         """Whether modules hold 16-bit weights beside fp32 masters."""
         return self.dtype.itemsize < 4 and self.plan.narrows_weights

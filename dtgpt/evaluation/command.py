@@ -25,8 +25,9 @@ from dtgpt.tools.progress import ProgressLines
 from dtgpt.tools.results import check_output, write_results
 from dtgpt.util.console import counted, say
 from dtgpt.util.field_types import PATH, Bounds
-from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
+from dtgpt.util.hardware import memory_errors_as_user_errors
 from dtgpt.util.machine.threads import Threads
+from dtgpt.util.shared.device_words import device_name
 from dtgpt.util.shared.words import duration
 
 

@@ -185,15 +185,6 @@ class SlotState:
         rows, *words = self.rows([slots, *zip(*keys, strict=True)])
         self.parameters[rows, KEY], self.parameters[rows, KEY + 1] = words
 
-    def allow(self, slots: Sequence[int], words: Tensor, vocab_size: int) -> None:
-        """Let the next token of each of `slots` be one of the ids whose bits are set in a row of int32 `[B, W]`."""
-        width = -(-vocab_size // 32)
-        if not self.allowed.shape[1]:  # once: CUDA graphs read this memory
-            self.allowed = torch.full((len(self.token), width), ALL, dtype=torch.int32, device=self.device)
-        fitted = torch.zeros(len(words), width, dtype=torch.int32)
-        fitted[:, : words.shape[1]] = words[:, :width]
-        self.allowed[self.rows([slots])[0]] = to_device(fitted, self.device)
-
     def record(self, slots: Tensor, tokens: Tensor) -> None:
         """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the
         position stays, and a further token overwrites the last."""

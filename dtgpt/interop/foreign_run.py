@@ -16,6 +16,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.shared.positions import learns_positions
 from dtgpt.models.source import Ranges, Source
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, Shards
@@ -82,7 +83,7 @@ class TrainingSource(Source):
 
     def check(self, model: ModelConfig, steps: int) -> None:
         """Raise UserError where the run is of another model, or has done all `steps`."""
-        held = self.config if self.config.learns_positions else replace(self.config, seq_length=model.seq_length)
+        held = self.config if learns_positions(self.config) else replace(self.config, seq_length=model.seq_length)
         check_same_model(self.path, held, model)
         if (done := self.state["step"]) >= steps:
             raise UserError(f"{self.path} has already done {counted(done, 'step')}; raise --steps to go on")

@@ -80,11 +80,6 @@ class ModelConfig(ABC):
         """Whether the output projection is the token embedding."""
 
     @property
-    def learns_positions(self) -> bool:
-        """Whether `seq_length` is a dimension of the weights."""
-        return bool(patterns_of(Role.POSITIONS, self.roles))
-
-    @property
     def cut_by_tp(self) -> dict[str, int]:
         """The sizes, by the fields' names, that a tensor parallel degree has to divide."""
         return {"num_heads": self.num_heads}

@@ -5,7 +5,8 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name, total_memory
+from dtgpt.util.hardware import total_memory
+from dtgpt.util.shared.device_words import device_name
 
 
 def check_memory(state: int, local_world: int, device: torch.device) -> None:

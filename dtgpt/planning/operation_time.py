@@ -11,6 +11,7 @@ from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, MLP_COLUMNS, STACKS
 from dtgpt.models.shared.attention_backend import backend_of
 from dtgpt.models.shared.flops import tokens_seen
+from dtgpt.models.shared.positions import learns_positions
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
@@ -122,7 +123,7 @@ class Operations:
         core_forward, core_backward, heads = self._cores(index)
         attended = sum(config.num_heads * core.head_dim for core in inventory(config).cores(index)) / self.tp
         gate = c + max(r - attended, 0)  # the projection of attention takes its input as it is
-        rotary = 0.0 if config.learns_positions else heads
+        rotary = 0.0 if learns_positions(config) else heads
         dropped = 2 * self.stream if config.dropout else 0
         if fp8:  # the activation between the matrices of an MLP writes 8 bits itself
             quantised -= QUANTISED * self.tokens * (c + r - attended)

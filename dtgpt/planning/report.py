@@ -26,6 +26,7 @@ from dtgpt.planning.what_fits import (
 )
 from dtgpt.posttrain.demands import slots_of
 from dtgpt.util.console import byte_size, counted, parameters
+from dtgpt.util.shared.device_words import number_types
 from dtgpt.util.shared.words import hanging
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
@@ -108,7 +109,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
     config, plan, passes = settings.model, settings.plan, settings.micro_batches
     lines = [
         f"recipe  {name}: {sizes(config)}, {counted(config.num_layers, 'block')} of "
-        f"{config.hidden_size}, T={settings.seq_length}, {settings.number_types}"
+        f"{config.hidden_size}, T={settings.seq_length}, {number_types(settings)}"
         f"{', compiled' if settings.compile else ''}",
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
         + (f"cp {plan.cp} x " if plan.cp > 1 else "")
@@ -215,7 +216,7 @@ def _heading(name: str, settings: Settings) -> list[str]:
     first = "" if settings.recompute_blocks is None else f", recompute_blocks {settings.recompute_blocks}"
     lines = [
         f"recipe  {name}: {sizes(config)}, {config.num_layers} blocks of {config.hidden_size}, "
-        f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}{first}",
+        f"T={settings.seq_length}, {number_types(settings)}, recompute {settings.recompute}{first}",
         f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
         f"{settings.micro_batch_size}",
     ]

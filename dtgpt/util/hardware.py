@@ -15,13 +15,6 @@ import torch
 from torch import Tensor
 
 from dtgpt.util import seams
-from dtgpt.util.console import counted
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def check_device(device: torch.device) -> None:

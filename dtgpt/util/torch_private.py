@@ -5,7 +5,7 @@ name of capabilities, so that nobody has to look for them elsewhere."""
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,6 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
-
-
-def group_of_name(name: str) -> dist.ProcessGroup:
-    """Return the process group whose `group_name` this is."""
-    return distributed_c10d._resolve_process_group(cast(Any, name))  # a string subtype of torch, for types alone
 
 
 def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.inference.cache import ALL, SlotState
-from dtgpt.inference.grammar.engine import GuidedScheduler
+from dtgpt.inference.grammar.engine import GuidedScheduler, allow_ids
 from dtgpt.inference.options import Options
 from dtgpt.inference.scheduler import Scheduler
 from tests.inference.test_engine import CONFIG, alone, engine_of
@@ -124,9 +124,9 @@ def test_rows_that_wait_take_single_steps_and_leave_rounds_to_others():
 def test_words_of_any_width_become_those_of_the_vocabulary():
     state = SlotState(2, 8, "cpu")
     assert state.allowed.shape == (3, 0)  # no memory before a sequence is guided
-    state.allow([1], torch.tensor([[5]], dtype=torch.int32), 40)
+    allow_ids(state, [1], torch.tensor([[5]], dtype=torch.int32), 40)
     assert state.allowed.tolist() == [[ALL, ALL], [5, 0], [ALL, ALL]]
-    state.allow([0], torch.tensor([[1, 2, 3]], dtype=torch.int32), 40)
+    allow_ids(state, [0], torch.tensor([[1, 2, 3]], dtype=torch.int32), 40)
     memory = state.allowed.data_ptr()
     state.copy(torch.tensor([0]), torch.tensor([2]))
     assert state.allowed.tolist() == [[1, 2], [5, 0], [1, 2]] and state.allowed.data_ptr() == memory

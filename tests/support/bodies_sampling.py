@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
+from dtgpt.inference.grammar.engine import allow_ids
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import variant_of
 from dtgpt.inference.rules.edits import edit
@@ -229,7 +230,7 @@ def compare_with_reference(
     if masks:
         words = torch.randint(-(2**31), 2**31, (len(rows) - 1, -(-size // 32)), dtype=torch.int32)
         for one in (expected_state, state):
-            one.allow(range(1, len(rows)), words, size)
+            allow_ids(one, range(1, len(rows)), words, size)
     expected = sample_reference(logits, expected_state.sequences, slots, size, variant, size + more)
     with watched() as seen:
         found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant, size + more)

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dtgpt.inference.cache import ALL, SlotState
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PromptJob, SequenceUpdate
 from dtgpt.inference.scheduler import Row, Scheduler, Start
 from dtgpt.inference.sequence import ActiveJob
 from dtgpt.inference.step import Step
+from dtgpt.util.hardware import to_device
 
 
 class Guide(Protocol):
@@ -32,7 +34,17 @@ class Guide(Protocol):
 
 def allow(step: Step, slots: Sequence[int], words: Tensor | list[list[int]]) -> None:
     """Let the next token of each slot be one of the ids whose bits are set in its row of `words`, on a rank."""
-    step.cache.state.allow(slots, torch.as_tensor(words, dtype=torch.int32), step.vocab_size)
+    allow_ids(step.cache.state, slots, torch.as_tensor(words, dtype=torch.int32), step.vocab_size)
+
+
+def allow_ids(state: SlotState, slots: Sequence[int], words: Tensor, vocab_size: int) -> None:
+    """Write int32 `[B, W]` into the rows of `slots`, with no id from `vocab_size` on."""
+    width = -(-vocab_size // 32)
+    if not state.allowed.shape[1]:  # once: CUDA graphs read this memory
+        state.allowed = torch.full((len(state.token), width), ALL, dtype=torch.int32, device=state.device)
+    fitted = torch.zeros(len(words), width, dtype=torch.int32)
+    fitted[:, : words.shape[1]] = words[:, :width]
+    state.allowed[state.rows([slots])[0]] = to_device(fitted, state.device)
 
 
 class GuidedScheduler(Scheduler):

@@ -16,6 +16,7 @@ from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.interop.keys import Key, Keys, check_keys
 from dtgpt.interop.marks import ORIGIN
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.shared.positions import learns_positions
 from dtgpt.ops.sampling.sequences import MOST_ENDS
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json, read_regular, write_json
@@ -66,7 +67,9 @@ class Origin:
 
     def whole(self, config: ModelConfig) -> ModelConfig:
         """Return `config` with the positions of the model, which a run may have cut only where they are learned."""
-        return config if config.learns_positions else replace(config, seq_length=max(config.seq_length, self.positions))
+        return (
+            config if learns_positions(config) else replace(config, seq_length=max(config.seq_length, self.positions))
+        )
 
     def settings(self, config: ModelConfig, made: dict[str, Any]) -> dict[str, Any]:
         """Return config.json, and generation_config.json where there was one, of the folder, for a model of this shape;

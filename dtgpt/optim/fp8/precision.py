@@ -8,7 +8,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import MATRICES, ROWS, Role
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name
+from dtgpt.util.shared.device_words import device_name
 
 FP8 = "fp8"  # the precision of a recipe
 

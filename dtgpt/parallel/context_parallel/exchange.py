@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtgpt.models.layers import AttentionCore
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
-from dtgpt.util.torch_private import group_of_name
+from dtgpt.util.shared.torch_private import group_of_name
 
 shared: dict[str, TokenExchange] = {}  # by the name of a group whose ranks share memory
 

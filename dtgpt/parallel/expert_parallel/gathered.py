@@ -18,7 +18,8 @@ from dtgpt.models.binding import bind
 from dtgpt.models.moe.mixture import Experts
 from dtgpt.ops.experts.routing import Choice
 from dtgpt.ops.experts.rows import plain_on_cpu, sum_of_rows, weighted_rows, weighted_rows_gradients
-from dtgpt.util.torch_private import all_gather_single, group_of_name
+from dtgpt.util.shared.torch_private import group_of_name
+from dtgpt.util.torch_private import all_gather_single
 
 
 class Group(NamedTuple):

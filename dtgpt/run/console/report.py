@@ -18,9 +18,10 @@ from dtgpt.posttrain.demands import makes_samples
 from dtgpt.run.console.line import SHOWN, progress_line
 from dtgpt.run.report import RunReport, known_values
 from dtgpt.util.console import counted, parameters, say
-from dtgpt.util.hardware import device_name, total_memory
+from dtgpt.util.hardware import total_memory
 from dtgpt.util.machine.large_models import large_for_a_cpu
 from dtgpt.util.machine.machine import peak_flops
+from dtgpt.util.shared.device_words import device_name, number_types
 from dtgpt.util.shared.words import duration, hanging
 
 HANG = 8  # the column in which the lines of the header begin
@@ -71,7 +72,7 @@ class ConsoleReport(RunReport):
             *([f"samples {samples}"] if samples else []),
             f"plan    {self.mesh.plan.name}",
             f"device  {f'{self.mesh.world} x ' if self.mesh.world > 1 else ''}{device_name(self.device)}, "
-            f"{self.settings.number_types}",
+            f"{number_types(self.settings)}",
             f"run     {self.run}{self.origin}",
         ]
         return "\n".join(hanging(line, HANG) for line in header)

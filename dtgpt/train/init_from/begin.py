@@ -22,6 +22,7 @@ from dtgpt.data.open import format_of
 from dtgpt.data.text import EMBEDDED
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.shared.positions import learns_positions
 from dtgpt.models.source import Source
 from dtgpt.optim.step_state import StepState
 from dtgpt.train.init_from.shape import open_config
@@ -173,10 +174,10 @@ def load_initial_weights(path: Path, trainer: "Trainer", change: Callable[["Trai
     own_source = open_source(path, trainer.mesh, own=type(config))
     source = change(trainer, own_source)
     held = source.config
-    if config.seq_length < held.seq_length and held.learns_positions:
+    if config.seq_length < held.seq_length and learns_positions(held):
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
         held = replace(held, seq_length=config.seq_length)
-    elif not held.learns_positions:
+    elif not learns_positions(held):
         if config.seq_length > held.seq_length:
             say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
         held = replace(held, seq_length=config.seq_length)
@@ -228,7 +229,7 @@ def dimensions(
     contradiction where positions are learned. takes_length: the number of positions is that of the model although they
     are not learned."""
     check_same_architecture(path, config, asked)
-    takes_length = takes_length or config.learns_positions or (exact and "model.seq_length" not in given)
+    takes_length = takes_length or learns_positions(config) or (exact and "model.seq_length" not in given)
     own = FREE if takes_length else FREE | {"seq_length"}
     if not exact:
         own = own | {n for n in config.continued if f"model.{n}" in given}

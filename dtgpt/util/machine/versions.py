@@ -14,7 +14,7 @@ import torch
 
 import dtgpt
 from dtgpt.util.console import say
-from dtgpt.util.hardware import device_name
+from dtgpt.util.shared.device_words import device_name
 
 PACKAGES = (
     "dtgpt",

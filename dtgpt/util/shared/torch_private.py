@@ -1,10 +1,17 @@
-"""Texts that ranks leave for each other in the store of the process group, which torch gives by a private name alone.
-No collective: any thread may do so at any time."""
+"""What several capabilities need of torch that it gives by a private name alone: groups by their names, and texts that
+ranks leave for each other in the store of the process group. These are no collective: any thread may do so at any time.
+"""
 
 from contextlib import suppress
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the process group whose `group_name` this is."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))  # a string subtype of torch, for types alone
 
 
 def post(name: str, text: str) -> None:
