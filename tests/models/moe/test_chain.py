@@ -28,8 +28,8 @@ CHAINS = {
         "dp4_ep2_zero1",
     ],
     "exact": [  # of which all have the same bits
-        "dp2_ep2", "dp4_ep4_zero3", "pp2_1f1b", "dp2_ep2_pp2_interleaved_zero1", "dp2_zero2", "dp4_ep2_zero2", "dp2_zero3",
-        "dp2_ep2_zero1",
+        "dp2_ep2", "dp4_ep4_zero3", "pp2_1f1b", "dp2_ep2_pp2_interleaved_zero1", "dp2_zero2", "dp4_ep2_zero2",
+        "dp2_zero3", "dp2_ep2_zero1",
     ],
 }  # fmt: skip
 
