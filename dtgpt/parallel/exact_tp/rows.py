@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.activations import local_bias
-from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
+from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
 
-class PiecewiseRows:
-    """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
+class PiecewiseRows(RowSums):
+    """What computes norms and residual sums with such gradients."""
 
     def __init__(self, positions: Share, pieces: Callable[[int], int]):
         """positions: pieces of the positions of this rank's activations between the matrices. pieces: of this rank, of
