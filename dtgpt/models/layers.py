@@ -78,11 +78,7 @@ def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callab
         if whole is not None:
             return whole
     bias = () if first.bias is None else (first.bias,)
-    inner, sums = first(x), row_sums()
-    made = (
-        activation(inner, *bias) if sums is None else sums.activated(activation, second.weight.shape[1], inner, *bias)
-    )
-    return second(made)
+    return second(row_sums().activated(activation, second.weight.shape[1], first(x), *bias))
 
 
 class Table(nn.Embedding):

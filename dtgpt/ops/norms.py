@@ -10,7 +10,7 @@ and bias, are partial sums."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,44 +32,6 @@ def residual_reference(
 RESIDUAL = Operation("residual", residual_reference, "x + dropout(branch + bias)")
 
 
-class RowSums(Protocol):
-    """What computes the operations here, and activations, with gradients of parameters whose sums over rows have an
-    order of its own. The arguments are those of the operations."""
-
-    def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor: ...
-
-    def norm_and_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: ...
-
-    def residual_norm(
-        self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def rotary_qkv(self, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `dtgpt.ops.rotary_positions.ROTARY_QKV` does, with norms of heads."""
-
-    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
-        """Return activation(x, *bias), `[.., width / tp]`, of columns that tensor parallelism may cut."""
-
-
-_row_sums: RowSums | None = None
-
-
-@contextmanager
-def rows_summed_by(sums: RowSums) -> Iterator[None]:
-    """Let `sums` compute the gradients of parameters that all rows share while the context lasts."""
-    global _row_sums
-    before, _row_sums = _row_sums, sums
-    try:
-        yield
-    finally:
-        _row_sums = before
-
-
-def row_sums() -> RowSums | None:
-    """Return what `rows_summed_by` has named."""
-    return _row_sums
-
-
 def residual(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int] = (0, 0)
 ) -> Tensor:
@@ -78,8 +40,7 @@ def residual(
     x, branch: `[B, T, H]` of one dtype; key: int64 `[B, 2]`, or None for no dropout; start: global position and column
     of the first element within a sample. Raises ValueError where shapes do not fit or 8 does not divide the column.
     """
-    compute = RESIDUAL if _row_sums is None else _row_sums.residual
-    return compute(x, branch, whole_bias(x, branch, branch_bias), check_site(key, p, start), p, start)
+    return _row_sums.residual(x, branch, whole_bias(x, branch, branch_bias), check_site(key, p, start), p, start)
 
 
 def whole_bias(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -139,9 +100,42 @@ NORM_AND_PASS = Operation(
 RESIDUAL_NORM = Operation("residual_norm", residual_norm_reference, "s = x + dropout(branch + bias), and the norm of s")
 
 
+class RowSums:
+    """What computes the operations here, and activations between matrices. One whose gradients of parameters have an
+    order of its own in their sums over rows derives from it. The arguments are those of the operations."""
+
+    residual: Callable[..., Any] = RESIDUAL
+    norm_and_pass: Callable[..., Any] = NORM_AND_PASS
+    residual_norm: Callable[..., Any] = RESIDUAL_NORM
+    rotary_qkv: Callable[..., Any] | None = None  # of heads that are normalised; None: the operation of that name
+
+    def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return activation(x, *bias), `[.., width / tp]`, of columns that tensor parallelism may cut."""
+        return activation(x, *bias)
+
+
+_row_sums = RowSums()
+
+
+@contextmanager
+def rows_summed_by(sums: RowSums) -> Iterator[None]:
+    """Let `sums` compute the gradients of parameters that all rows share while the context lasts."""
+    global _row_sums
+    before, _row_sums = _row_sums, sums
+    try:
+        yield
+    finally:
+        _row_sums = before
+
+
+def row_sums() -> RowSums:
+    """Return what `rows_summed_by` has named, or what computes the operations alone."""
+    return _row_sums
+
+
 def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return (x, its `norm`), `[.., H]` each."""
-    return (NORM_AND_PASS if _row_sums is None else _row_sums.norm_and_pass)(x, weight, bias, eps)
+    return _row_sums.norm_and_pass(x, weight, bias, eps)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -167,8 +161,7 @@ def residual_norm(
     the same errors.
     """
     key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
-    compute = RESIDUAL_NORM if _row_sums is None else _row_sums.residual_norm
-    return compute(x, branch, branch_bias, weight, bias, eps, key, p, start)
+    return _row_sums.residual_norm(x, branch, branch_bias, weight, bias, eps, key, p, start)
 
 
 def reciprocal_root(x: Tensor, eps: float) -> Tensor:

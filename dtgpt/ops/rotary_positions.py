@@ -148,9 +148,8 @@ def rotary_qkv(
     Raises ValueError where shapes do not fit.
     """
     _check_inputs(qkv, positions, num_positions, q_weight, k_weight)
-    sums = row_sums() if q_weight is not None else None
-    compute = ROTARY_QKV if sums is None else sums.rotary_qkv
-    return compute(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
+    own = row_sums().rotary_qkv if q_weight is not None else None
+    return (own or ROTARY_QKV)(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
 
 
 def _from_numbers(

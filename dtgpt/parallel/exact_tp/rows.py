@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.activations import local_bias
-from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM
+from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
 from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
 
-class PiecewiseRows:
-    """What computes norms and residual sums with such gradients: a `dtgpt.ops.norms.RowSums`."""
+class PiecewiseRows(RowSums):
+    """What computes norms and residual sums with such gradients."""
 
     def __init__(self, positions: Share, share: Callable[[int], Share], ranks: int):
         """positions: pieces of the positions of this rank's activations between the matrices. share: of this rank, of
