@@ -115,6 +115,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.ops.kernels",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
+            "dtgpt.parallel.expert_parallel",
             "dtgpt.parallel.local_weights",
             "dtgpt.parallel.recompute",
             "dtgpt.parallel.shared_memory",

@@ -51,7 +51,7 @@ def test_every_sentence_of_a_recipe_can_be_written(full):
         *sentences(NOTES, full, choice=choice, device="cpu", length=10),
     ]
     assert (
-        len(added("plan_rules")) == 3
+        len(added("plan_rules")) == 4
         and len(told) > 20
         and "global_batch_size=8 is not a multiple of micro_batch_size=4; " in "".join(told)
     )
@@ -68,8 +68,9 @@ def test_every_sentence_of_a_section_can_be_written(full, name):
 def test_every_sentence_of_a_capability_can_be_written(full, name):
     kind = SECTIONS[name]
     assert issubclass(kind, Section)
+    others = [*added("plan_rules"), *added("settings_rules")]  # those of another object: see above
     for table in vars(sys.modules[kind.__module__]).values():
-        if isinstance(table, tuple) and table and isinstance(table[0], Rule):
+        if isinstance(table, tuple) and table and isinstance(table[0], Rule) and table not in others:
             sentences(table, full)
     sentences(kind.recipe_rules, full)
     sentences(kind.plan_rules, attrgetter(name)(full), plan=full.plan_for(1))

@@ -304,7 +304,7 @@ def interpret() -> None:
 def _interpret() -> None:
     check_record("cpu")
     names = ("kernels", "filter_kernels", "edit_kernels")
-    kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
+    kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.kernels.sampling.{name}") for name in names)
     kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
     filters.SEARCH, edits.BLOCK, edits.COMPARED = 16, 4, 2
     for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):

@@ -10,7 +10,7 @@ from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.exact_tp import NAME
 from dtgpt.util import seams
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.rules import Condition, Given, Is, Rule, Rules, Values
+from dtgpt.util.rules import Changed, Condition, Given, Is, Rule, Rules, Values
 from dtgpt.util.seams import OFF
 
 FAST = "--reduce exact or fast"
@@ -32,6 +32,7 @@ class PiecesConfig(Section):
     recipe_rules: ClassVar[Rules] = (
         Rule(
             f"{NAME}.pieces={{{NAME}.pieces}} has no effect with reduce={{reduce}}; use --reduce {NAME}",
+            Changed(f"{NAME}.pieces"),
             Is("reduce", "!=", NAME),
         ),
         Rule(f"{NAME}.pieces={{{NAME}.pieces}} is no power of two; use 2, 4, 8 or 16", NoPowerOfTwo(f"{NAME}.pieces")),
