@@ -81,6 +81,10 @@ def test_a_depth():
     try: deeper()
     except RecursionError: pass
 def test_add(): assert sums.add(1, 2) == 3
+def test_skipped():
+    sums.add(1, 2)
+    import pytest
+    pytest.skip("as where a package is missing")
 def test_first(shared): assert shared == 1
 def test_second(shared): assert shared == 1
 def test_thread():
@@ -145,6 +149,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     assert tests_of("dtgpt/sums.py:made") == {"import dtgpt/sums.py"}
     assert tests_of("read recipes/tiny.txt") == {"read"} and tests_of("unseen") == {"alone"}
     assert tests_of("read page.md") == {"import tests/test_sums.py"}
+    assert not any("skipped" in test for tests in used.values() for test in tests)
     seconds = (tmp_path / "seconds.txt").read_text()
     assert re.search(r"(?m)^ +\d+\.\d  tests/test_sums.py$", seconds), seconds
 

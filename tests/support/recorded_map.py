@@ -139,6 +139,13 @@ class Recorder:
             with (self.folder / "seconds").open("a") as file:
                 file.write(json.dumps([item.nodeid, round(clock().now() - before, 3)]) + "\n")
 
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note tests that have not passed, whose calls say little of what they use: where packages are missing, or on
+        other machines, they may do more."""
+        if report.outcome != "passed":
+            with (self.folder / "undone").open("a") as file:
+                file.write(json.dumps(report.nodeid) + "\n")
+
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
         """What is made once for several tests belongs to each test that asks for it."""
@@ -166,9 +173,10 @@ def name_of(fixture: Any) -> str:
 
 
 def read_workers(folder: Path, commit: str) -> Record:
-    """Return the record of what the workers of a run have written."""
-    record, used = Record(commit), defaultdict[str, set[str]](set)
+    """Return the record of what the workers of a run have written, of tests that have passed."""
+    record, used, undone = Record(commit), defaultdict[str, set[str]](set), set[str]()
     for worker in sorted(folder.glob("worker-*")):
+        undone |= set(_lines(worker / "undone"))
         names = dict(_lines(worker / "names"))
         words = {call_log.checksum(line): line for line in call_log.read_lines(worker, "words")}
         imports = {
@@ -186,7 +194,8 @@ def read_workers(folder: Path, commit: str) -> Record:
             name = imports.get(number) or names.get(number)
             if name is not None and key in words:
                 used[words[key]].update(users[name] if name.startswith(FIXTURE) else [name])
-    record.used = {words: tests for words, tests in used.items() if tests}
+    record.seconds = {test: seconds for test, seconds in record.seconds.items() if test not in undone}
+    record.used = {words: tests - undone for words, tests in used.items() if tests - undone}
     return record
 
 
