@@ -16,6 +16,7 @@ import pytest
 from dtgpt.cli import main
 from dtgpt.run.folder import RunLock
 from dtgpt.run.stop_request import StopRequest
+from dtgpt.run.stops.signals import Signals
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from tests.support.programs import TORCHRUN, Program
@@ -77,6 +78,25 @@ def test_processes_forked_in_a_run_end_at_a_signal_as_before_it(number):
         with multiprocessing.get_context("fork").Pool(2) as workers:
             assert workers.map(abs, [-1, -2]) == [1, 2]
         assert time.monotonic() - before < 10
+
+
+def test_a_signal_that_comes_while_a_process_is_forked_ends_it(monkeypatch):
+    """As that of a pool which ends while its processes begin: Python forgets a signal whose handler is gone."""
+    restore = Signals.restore_handlers
+
+    def restore_after_signal(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        restore(self)
+
+    with StopRequest() as stop:
+        monkeypatch.setattr(Signals, "restore_handlers", restore_after_signal)
+        if not (child := os.fork()):
+            os._exit(3)
+        monkeypatch.undo()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested == signal.SIGHUP
 
 
 def test_a_second_hangup_is_no_haste_but_a_second_interrupt_is():

@@ -18,6 +18,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the t
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
 LAUNCHER = os.getppid()  # taken early: this module is imported before torch
 _entered: list["Signals"] = []
+_masks: list[set[int | signal.Signals]] = []  # of signals that waited before a fork
 when_stopped: list[Callable[[], object]] = []  # what is called when a run hears no signals any more
 
 
@@ -62,9 +63,22 @@ class Signals(StopRequest):
             os._exit(128 + number)
 
 
+def _block() -> None:
+    """Let signals wait while a process is forked: Python forgets one that comes before the child's handlers are those
+    of before, which would then never end."""
+    if _entered:
+        _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING))
+
+
+def _unblock() -> None:
+    if _masks:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
 def _restore_in_child() -> None:
     while _entered:
         _entered.pop().restore_handlers()
+    _unblock()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_restore_in_child)
