@@ -30,7 +30,7 @@ from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import override, settle
 from dtgpt.util.errors import UserError
-from tests.support.bodies_lora import assert_gradients_of_float64, train_and_save
+from tests.support.bodies_lora import assert_gradients_of_float64, steps_of_peft, train_and_save
 from tests.support.ranks import pool
 from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
@@ -155,20 +155,11 @@ def test_rows_beside_adapters_follow_peft(grown, tied, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(grown.init_from)
     base.resize_token_embeddings(grown.model.vocab_size)
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"), is_trainable=True)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 2 * 7 * 2 + 2 - tied
-    rule = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     with open_trainer(grown) as trainer:
+        theirs = steps_of_peft(model, map(trainer.batch, range(STEPS)), 2e-3, 2 * 7 * 2 + 2 - tied)
         for _ in range(STEPS):
-            batch = trainer.batch(trainer.step)
             loss = trainer.mean_loss(trainer.train_step())
-            logits = model(batch.tokens).logits
-            theirs = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-            rule.zero_grad()
-            theirs.backward()
-            nn.utils.clip_grad_norm_(trained, 1.0)
-            rule.step()
-            assert loss == pytest.approx(theirs.item(), rel=1e-5), trainer.step
+            assert loss == pytest.approx(next(theirs), rel=1e-5), trainer.step
         held = sum(t.nbytes for s in trainer.shards for t in (s.local, *trainer.optimizer.rule.state(s.index).values()))
         planned = memory_of(trainer.settings, 0)
         assert planned.weights + planned.optimizer == held + sum(s.local.nbytes for s in trainer.shards.frozen)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.convert import ConvertOptions, convert
-from dtgpt.models.batch import Batch
 from dtgpt.models.families.qwen3_moe import QWEN3_30B_A3B
 from dtgpt.ops.nf4.quantise import quantise
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
@@ -26,7 +25,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
-from tests.support.bodies_lora import assert_gradients_of_float64, codes_of, train_and_save
+from tests.support.bodies_lora import assert_gradients_of_float64, codes_of, steps_of_peft, train_and_save
 from tests.support.ranks import pool
 
 pytestmark = pytest.mark.slow(8)
@@ -88,21 +87,6 @@ def test_every_plan_has_the_same_base_and_goes_on_where_another_stopped(qlora, t
         followed = pool().run(2, train_and_save, replace(qlora, plan=plan), run, 2)[0][0]
         followed += train_and_save(replace(qlora, init_from=None), run, STEPS)[0]
         assert followed == pytest.approx(losses, abs=1e-6), plan
-
-
-def steps_of_peft(model: nn.Module, batches: Iterable[Batch], rate: float) -> Iterator[float]:
-    """Train the adapters of a model of peft by torch's AdamW, and yield the loss of each step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 2 * 7 * 2
-    rule = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
-    for batch in batches:
-        logits = model(batch.tokens).logits.float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        rule.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        rule.step()
-        yield loss.item()
 
 
 def with_adapters(model: nn.Module, run: Path, qlora: Recipe) -> nn.Module:

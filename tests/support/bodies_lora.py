@@ -1,14 +1,17 @@
 """What ranks do in tests of adapters."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.batch import Batch
 from dtgpt.planning.memory import memory_of
 from dtgpt.train.setup import open_trainer
 from tests.support.bodies_optimizer import train_part
@@ -32,6 +35,24 @@ def codes_of(recipe: Recipe) -> tuple[dict[str, Tensor | None], int, int]:
         chosen = lambda shard: not shard.local.is_floating_point()  # noqa: E731
         codes = dict(gather_whole(frozen, lambda shard: shard.local, chosen))
         return codes, planned.weights + planned.optimizer, sum(tensor.nbytes for tensor in held)
+
+
+def steps_of_peft(
+    model: nn.Module, batches: Iterable[Batch], rate: float, parameters: int = 2 * 7 * 2
+) -> Iterator[float]:
+    """Train what a model of peft trains by torch's AdamW, and yield the loss of each step. parameters: how many tensors
+    that is; of adapters, two of each of seven matrices in two blocks."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == parameters
+    rule = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    for batch in batches:
+        logits = model(batch.tokens).logits.float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        rule.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        rule.step()
+        yield loss.item()
 
 
 def assert_gradients_of_float64(recipe: Recipe, folder: Path) -> None:
