@@ -128,21 +128,3 @@ class _RowProduct(torch.autograd.Function):
         if wants_weight:
             dweight = WEIGHT_GRADIENT(grad, x.flatten(0, -2), count, True)
         return dx, dweight, None
-
-
-def shifted_columns(count: int, x: Tensor, bias: Tensor) -> Tensor:
-    """Return x `[.., N]`, to which a bias `[N]` is added elsewhere, without a gradient: here the bias gets its own, in
-    pieces of N."""
-    return _ShiftedColumns.apply(x, bias, count)
-
-
-class _ShiftedColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, count: int) -> Tensor:
-        ctx.count, ctx.dtype = count, bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        wants = ctx.needs_input_grad[1]
-        return grads[0], COLUMN_SUMS(grads[0].flatten(0, -2), ctx.count).to(ctx.dtype) if wants else None, None

@@ -6,6 +6,7 @@ each rank.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
-from dtgpt.parallel.exact_tp.products import column_sum, operand, shifted_columns
+from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, column_sum, operand
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
 
@@ -50,7 +51,7 @@ class PiecewiseRows(RowSums):
         count = self.share(width).number
         if bias:
             own = local_bias(x, *bias)
-            x, bias = shifted_columns(count, x, own), (own.detach(),)
+            x, bias = _Shifted.apply(x, own, partial(_sum_columns, count)), (own.detach(),)
         if not x.is_cpu:
             return activation(x, *bias)
         parts = zip(*(map(operand, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
@@ -75,7 +76,9 @@ class PiecewiseRows(RowSums):
         return given[0], given[1], v
 
     def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return (branch, None) if bias is None else (_Shifted.apply(branch, bias, self.positions), bias.detach())
+        if bias is None:
+            return branch, None
+        return _Shifted.apply(branch, bias, partial(_sum_rows, self.positions)), bias.detach()
 
 
 def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
@@ -112,19 +115,29 @@ def _whole(share: Share, *given: Any) -> Tensor:
     return tree_sum(share.gather(PIECE_SUMS(dy, x, share.number, *rest)).unbind())
 
 
+def _sum_rows(share: Share, dy: Tensor) -> Tensor:
+    """Return the sum `[H]` over all positions of dy `[B, T, H]`, of which a rank has some."""
+    return _whole(share, dy, None, 0.0, False)[0]
+
+
+def _sum_columns(count: int, dy: Tensor) -> Tensor:
+    """Return the sum `[N]` over all rows of dy `[.., N]`, in `count` pieces of columns."""
+    return COLUMN_SUMS(dy.flatten(0, -2), count)
+
+
 class _Shifted(torch.autograd.Function):
-    """Return a branch `[B, T, H]` as it is, and give the bias `[H]` that is added to it elsewhere its gradient."""
+    """Return x `[.., N]` as it is. A bias `[N]` that is added to it elsewhere gets its gradient here: what `sums` makes
+    of that of x."""
 
     @staticmethod
-    def forward(ctx: Any, branch: Tensor, bias: Tensor, share: Share) -> Tensor:
-        ctx.share, ctx.dtype = share, bias.dtype
-        return branch.view_as(branch)
+    def forward(ctx: Any, x: Tensor, bias: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.sums, ctx.dtype = sums, bias.dtype
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not ctx.needs_input_grad[1]:
-            return grads[0], None, None
-        return grads[0], _whole(ctx.share, grads[0], None, 0.0, False)[0].to(ctx.dtype), None
+        wants_bias = ctx.needs_input_grad[1]
+        return grads[0], ctx.sums(grads[0]).to(ctx.dtype) if wants_bias else None, None
 
 
 class _Scaled(torch.autograd.Function):
