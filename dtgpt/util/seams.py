@@ -210,11 +210,14 @@ def use(modules: Iterable[str]) -> None:
 
 
 def capabilities() -> list[Capability]:
-    """Return the capabilities in use, in the order in which they were named. A module that imports what asks for them,
-    before it describes its own, finds all others."""
-    while _left:
-        module = _left.pop(0)
-        _capabilities.append(importlib.import_module(module).CAPABILITY)
+    """Return the capabilities in use, in the order in which they were named. Where a module that describes one imports
+    what asks here: all others."""
+    for name in tuple(_left):
+        module = importlib.import_module(name)
+        is_asking = not hasattr(module, "CAPABILITY") and getattr(module.__spec__, "_initializing", False)
+        if name in _left and not is_asking:
+            _left.remove(name)
+            _capabilities.append(module.CAPABILITY)
     return _capabilities
 
 
