@@ -56,6 +56,7 @@ try:
 except UserError as error:
     print(error, file=sys.stderr)
 """
+OF_WORDS = ("idle_degrees", "precision_help")  # seams that name no modules
 Def = ast.FunctionDef  # what it imports is imported when it is called
 # What a module that describes a capability may import: nothing that is not there before a command is known.
 DESCRIBED_BY = {"dtgpt.util.seams", "dtgpt.util.field_types", "dtgpt.util.rules"}
@@ -65,7 +66,7 @@ def modules_of(capability: str) -> set[str]:
     """Return the modules of a capability: those of its folder, and its parts elsewhere, such as commands."""
     found = {name for name in files() if f"{name}.".startswith(f"{capability}.")}
     described = import_module(capability).CAPABILITY.parts
-    for parts in (parts for seam, parts in described.items() if seam != "idle_degrees"):  # which are words
+    for parts in (parts for seam, parts in described.items() if seam not in OF_WORDS):
         for part in parts.values() if hasattr(parts, "values") else parts:
             found.add(getattr(part, "part", part).partition(":")[0])
     return {name for name in found if room_of(files()[name]) is None}
