@@ -29,17 +29,16 @@ STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is whe
 DEGREE = Bounds(1, 1_000_000)
 GPUS_OF_HOST = 8  # that reach each other's memory
 
-# Of a plan and the tokens of a sample, `length`; named: the option that sets it; near: lengths that can be split.
+# Of a plan with sp and the tokens of a sample, `length`; named: the option that sets it; near: lengths that can be split;
+# left: what is left over.
 SEQUENCE_RULES: Rules = (
     Rule(
         "sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out",
-        Given("sequence_parallel"),
         Is("tp", "==", 1),
     ),
     Rule(
         "{named}={length} cannot be split over tp={tp} under sequence parallelism ({left} left over); use --{named} "
         "{near}, or leave sp out",
-        Given("sequence_parallel"),
         Given("left"),
     ),
 )
@@ -231,8 +230,9 @@ class ResolvedPlan(Plan):
         process group is needed. `for_world` comes first."""
         check_rules(model.plan_rules, model, plan=self)
         self._validate_tensor(model)
-        named, near = field_of_length(model, seq_length), multiples_beside(seq_length, self.tp)
-        check_rules(SEQUENCE_RULES, self, length=seq_length, left=seq_length % self.tp, named=named, near=near)
+        if self.sequence_parallel:
+            named, near = field_of_length(model, seq_length), multiples_beside(seq_length, self.tp)
+            check_rules(SEQUENCE_RULES, self, length=seq_length, left=seq_length % self.tp, named=named, near=near)
         # What capabilities bring about, and check.
         for name, wanted in (("cp", self.cp > 1), ("ep", self.ep > 1), ("table", self.table)):
             check = seams.added("degrees").get(name) if wanted else None

@@ -9,8 +9,8 @@ from dtgpt.models.roles import Role
 
 
 class OptimizerCosts:
-    """What the config of an optimizer says in methods of these names; where it says nothing, it costs what AdamW does.
-    shape: of a whole parameter; role: of its module."""
+    """What the config of an optimizer says in methods of these names; one that says nothing keeps two moments of each
+    element in fp32, and updates them where they are. shape: of a whole parameter; role: of its module."""
 
     def __init__(self, optimizer: OptimizerConfig):
         self._optimizer = optimizer

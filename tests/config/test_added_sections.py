@@ -1,5 +1,5 @@
-"""A section and a command of `tests/support/example_sections.py`, and a field of `example_fields.py` beside it, which no
-other file names."""
+"""A section and a command of `tests/support/example_sections.py`, and a field of `example_fields.py`, which no other file
+names."""
 
 import json
 import os
