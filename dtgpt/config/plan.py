@@ -29,8 +29,8 @@ STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is whe
 DEGREE = Bounds(1, 1_000_000)
 GPUS_OF_HOST = 8  # that reach each other's memory
 
-# Of a plan with sp and the tokens of a sample, `length`; named: the option that sets it; near: lengths that can be split;
-# left: what is left over.
+# Of a plan with sp and the tokens of a sample, `length`, of which some are `left` over; named: the option that sets it;
+# near: lengths that can be split.
 SEQUENCE_RULES: Rules = (
     Rule(
         "sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out",

@@ -1,5 +1,4 @@
-"""A section and a command of `tests/support/example_sections.py`, and a field of `example_fields.py`, which no other file
-names."""
+"""A section and a command of `tests/support/example_sections.py`, and a field of `example_fields.py`."""
 
 import json
 import os
