@@ -1,8 +1,18 @@
 """Curves of runs elsewhere than in metrics.jsonl: the loss plot, TensorBoard, and trackers of experiments."""
 
+from typing import Annotated, Literal
+
 from dtgpt.util.seams import Capability, CommandEntry, When
 
+
+class LogFields:
+    wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
+    wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
+    tensorboard: Annotated[bool, "write metrics for TensorBoard into the run folder, by Megatron-LM's names"] = False
+
+
 CAPABILITY = Capability(
+    log_fields=("dtgpt.charts:LogFields",),
     commands={
         "plot": CommandEntry(
             "dtgpt.charts.command:command",

@@ -1,4 +1,4 @@
-"""The recipe's section of trackers. Weights & Biases has options of the log section."""
+"""The recipe's section of trackers. Weights & Biases has fields of the section `log`."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

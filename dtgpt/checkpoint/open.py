@@ -35,7 +35,6 @@ class SourceFormat:
     files is to be imported by the methods."""
 
     known = ""  # what a user may give, for messages
-    addends = ""  # what may be added to weights, for messages
 
     def takes(self, path: Path) -> bool:
         """Return whether `path`, which exists, holds a model of this format."""
@@ -50,13 +49,9 @@ class SourceFormat:
         it does, or this format does not know what is missing."""
         return None
 
-    def takes_addend(self, path: Path) -> bool:
-        """Return whether `path` holds what this format can add to the weights of another model."""
-        return False
-
-    def with_addend(self, source: Source, path: Path, addend: Path, mesh: Mesh | None) -> Source:
-        """Return `source`, the model at `path`, with what is at `addend`, of which `takes_addend` is true."""
-        raise NotImplementedError
+    def explain(self, path: Path) -> str | None:
+        """Return what `path` holds that is no model, and what to give instead; None where this format does not know."""
+        return None
 
     def tokenizer_folder(self, path: Path) -> Path | None:
         """Return another folder than the model's own in which its tokenizer may be."""
@@ -94,9 +89,8 @@ def open_source(
         return next((source for source in found if source is not None), None) or Saved(checkpoint)
     if (form := next((form for form in formats() if form.takes(path)), None)) is not None:
         return form.open(path, true_vocab_size)
-    if any(form.takes_addend(path) for form in formats()):
-        raise UserError(f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}")
-    raise UserError(f"{path} holds no model that dtgpt knows; give {list_known()}")
+    explained = seams.ask("sources", lambda form: form.explain(path))
+    raise UserError(explained or f"{path} holds no model that dtgpt knows; give {list_known()}")
 
 
 def list_known() -> str:
@@ -124,16 +118,6 @@ def check_recipe(path: Path, config: ModelConfig, own: Own) -> None:
             f"{path} has a {type(config).__name__}, and the model of the recipe given is a {own.__name__}; give the "
             "recipe that it was trained with, or leave it out: only a class that is not dtgpt's needs it"
         )
-
-
-def with_addend(source: Source, path: Path, addend: Path, mesh: Mesh | None = None) -> Source:
-    """Return `source`, the model at `path`, with what is at `addend` added to its weights. Raise UserError where no
-    capability knows it, or it is for another model."""
-    form = next((form for form in formats() if form.takes_addend(addend)), None)
-    if form is None:
-        give = ", or ".join(form.addends for form in formats() if form.addends) or "a whole model, as the model"
-        raise UserError(f"{addend} holds no adapter; give {give}")
-    return form.with_addend(source, path, addend, mesh)
 
 
 def run_of(path: Path) -> Path | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.sections import Added, OptimizerConfig, Section, precision_of, section_of
+from dtgpt.config.sections import Added, DataConfig, OptimizerConfig, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend
 from dtgpt.util import seams
@@ -46,7 +46,7 @@ class Settings:
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
     products: str | None = None  # the precision of a capability, by which it computes products of blocks
-    masks_documents: bool = False  # tokens attend to their own document only
+    data: DataConfig | None = None  # None: nothing is trained
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
     sections: tuple[Section, ...] = ()  # of capabilities; one that is missing has its defaults
 

@@ -16,7 +16,7 @@ from dtgpt.util import seams
 from dtgpt.util.console import counted, listed
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
-from dtgpt.util.rules import check_rules
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -28,6 +28,47 @@ STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is whe
 }
 DEGREE = Bounds(1, 1_000_000)
 GPUS_OF_HOST = 8  # that reach each other's memory
+
+# Of a plan with sp and the tokens of a sample, `length`, of which some are `left` over; named: the option that sets it;
+# near: lengths that can be split.
+SEQUENCE_RULES: Rules = (
+    Rule(
+        "sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out",
+        Is("tp", "==", 1),
+    ),
+    Rule(
+        "{named}={length} cannot be split over tp={tp} under sequence parallelism ({left} left over); use --{named} "
+        "{near}, or leave sp out",
+        Given("left"),
+    ),
+)
+# Of a plan and the blocks of a model, `layers`; least, most: stages of a rank that the schedule takes.
+STAGE_RULES: Rules = (
+    *(
+        Rule(
+            "the stages of schedule {schedule} need a pipeline, but pp=1; add pp2 or more to the plan",
+            Is("pp", "==", 1),
+            asks,
+        )
+        for asks in (Is("schedule", "!=", "1F1B"), Is("num_stages", ">", 1), Given("blocks_per_stage"))
+    ),
+    *(
+        Rule(
+            "the schedule {schedule} takes {taken}, not {stages_of_rank}; use interleaved{remedy}, or 1f1b, or leave "
+            "stages_per_rank out",
+            Is("pp", ">", 1),
+            wrong,
+            remedy=lambda plan: str(max(2, plan.stages_of_rank)),
+        )
+        for wrong in (Is("stages_of_rank", "<", Other("least")), Is("stages_of_rank", ">", Other("most")))
+    ),
+    Rule(
+        "model.num_layers={layers} cannot fill pp={pp} x {stages_of_rank} = {num_stages} stages; use {fewer}"
+        "--model.num_layers {num_stages} or more",
+        Is("pp", ">", 1),
+        Is("num_stages", ">", Other("layers")),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +229,10 @@ class ResolvedPlan(Plan):
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
         check_rules(model.plan_rules, model, plan=self)
-        self._validate_tensor(model, seq_length)
+        self._validate_tensor(model)
+        if self.sequence_parallel:
+            named, near = field_of_length(model, seq_length), multiples_beside(seq_length, self.tp)
+            check_rules(SEQUENCE_RULES, self, length=seq_length, left=seq_length % self.tp, named=named, near=near)
         # What capabilities bring about, and check.
         for name, wanted in (("cp", self.cp > 1), ("ep", self.ep > 1), ("table", self.table)):
             check = seams.added("degrees").get(name) if wanted else None
@@ -197,14 +241,11 @@ class ResolvedPlan(Plan):
             if check is not None:
                 seams.load(check)(self, model, seq_length)
         self._validate_batch(micro_batch_size, global_batch_size)
+        self._validate_stages(model)
         if self.pp > 1:
-            self._validate_pipeline(model, micro_batch_size, global_batch_size)
-        elif self.schedule != "1F1B" or self.num_stages > 1 or self.blocks_per_stage:
-            raise UserError(
-                f"the stages of schedule {self.schedule} need a pipeline, but pp=1; add pp2 or more to the plan"
-            )
+            self._validate_micro_batches(micro_batch_size, global_batch_size)
 
-    def _validate_tensor(self, model: ModelConfig, seq_length: int) -> None:
+    def _validate_tensor(self, model: ModelConfig) -> None:
         vocab = model.padded_vocab_size
         dividing = divisors(math.gcd(*model.cut_by_tp.values()))
         fitting = [n for n in dividing if _every_rank_has_rows(vocab, n)]
@@ -217,16 +258,6 @@ class ResolvedPlan(Plan):
             raise UserError(
                 f"the vocabulary of {vocab} (model.vocab_size={model.vocab_size}, padded) leaves a rank of "
                 f"tp={self.tp} without a row; use tp={max(fitting)} or less"
-            )
-        if not self.sequence_parallel:
-            return
-        if self.tp == 1:
-            raise UserError("sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out")
-        if seq_length % self.tp:
-            field, near = field_of_length(model, seq_length), multiples_beside(seq_length, self.tp)
-            raise UserError(
-                f"{field}={seq_length} cannot be split over tp={self.tp} under sequence parallelism "
-                f"({seq_length % self.tp} left over); use --{field} {near}, or leave sp out"
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:
@@ -245,27 +276,18 @@ class ResolvedPlan(Plan):
             f"dp={dp} replicas; use {remedy}"
         )
 
-    def _validate_pipeline(self, model: ModelConfig, micro: int, whole: int) -> None:
-        stages, layers, per_rank = self.num_stages, model.num_layers, self.stages_of_rank
-        least, most = STAGES_OF_RANK[self.schedule]
-        if not least <= per_rank <= most:
-            raise UserError(
-                f"the schedule {self.schedule} takes {counted(least, 'stage')} a rank{' or more' * (most > least)}, "
-                f"not {per_rank}; use interleaved{max(2, per_rank)}, or 1f1b, or leave stages_per_rank out"
-            )
-        if stages > layers:
-            fewer = f"pp{layers // per_rank}, or " if layers // per_rank > 1 else ""
-            raise UserError(
-                f"model.num_layers={layers} cannot fill pp={self.pp} x {per_rank} = {stages} stages; "
-                f"use {fewer}--model.num_layers {stages} or more"
-            )
-        cut = self.blocks_per_stage
+    def _validate_stages(self, model: ModelConfig) -> None:
+        (least, most), layers = STAGES_OF_RANK[self.schedule], model.num_layers
+        taken = f"{counted(least, 'stage')} a rank{' or more' * (most > least)}"
+        fitting = layers // self.stages_of_rank
+        fewer = f"pp{fitting}, or " if fitting > 1 else ""
+        check_rules(STAGE_RULES, self, layers=layers, least=least, most=most, taken=taken, fewer=fewer)
+        cut, stages = self.blocks_per_stage, self.num_stages
         if cut and (len(cut) != stages or sum(cut) != layers or min(cut) < 1):
             raise UserError(
                 f"blocks_per_stage={tuple(cut)} does not cut model.num_layers={layers} into {stages} stages; "
                 f"give {stages} positive numbers whose sum is {layers}"
             )
-        self._validate_micro_batches(micro, whole)
 
     def _validate_micro_batches(self, micro: int, whole: int) -> None:
         dp = self.dp

@@ -21,11 +21,12 @@ import torch
 from dtgpt.config.execution import Recompute, Settings, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, parse_alternatives, resolve
-from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, RULES
+from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PRECISIONS, RULES
 from dtgpt.config.schedule import BatchSizes, Schedule, schedules
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
+    CoreSection,
     DataConfig,
     LogConfig,
     OptimizerConfig,
@@ -42,7 +43,6 @@ from dtgpt.util.field_types import PATH, Bounds, Pattern, check_all_rules, check
 from dtgpt.util.rules import Rules, broken, check_rules
 
 RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # of the core
 if TYPE_CHECKING:  # type checkers do not see what capabilities add
     PrecisionName = str
     Reduce = str
@@ -53,7 +53,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 @with_sections(before="data")
-class Recipe:
+class Recipe(CoreSection, seam="recipe_fields"):
     """A run: model, data, optimizer, batch, plan, log and checkpoints. Each field is also an option."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
@@ -104,11 +104,6 @@ class Recipe:
     global_batch_size: Annotated[int, "number of samples in an optimizer step", Bounds(1)]
     steps: Annotated[int | None, "number of optimizer steps; none: by train_samples", Bounds(1, MOST_STEPS)] = None
     train_samples: Annotated[int | None, "number of samples to train on, in place of steps", Bounds(1)] = None
-    rampup_batch_size: Annotated[
-        str | None,
-        "'START INCREMENT SAMPLES': begin with START samples a step and add INCREMENT at equal intervals, to reach "
-        "global_batch_size after SAMPLES; none: no ramp-up",
-    ] = None
     seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts", Bounds(0)] = 1234
     plan: Annotated[
         str,
@@ -121,7 +116,7 @@ class Recipe:
     precision: Annotated[
         PrecisionName,
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32"
-        + "".join(f"; {name}: {seams.load(part).help}" for name, part in seams.added("precisions").items()),
+        + "".join(f"; {name}: {words}" for name, words in seams.added("precision_help").items()),
     ] = "auto"
     attention: Annotated[
         Backend,
@@ -161,10 +156,6 @@ class Recipe:
     init_from: Annotated[
         str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH
     ] = None
-    exit_after: Annotated[float | None, "minutes until the run saves and ends; none: no limit", Bounds(above=0)] = None
-    exit_interval: Annotated[
-        int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
-    ] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -172,8 +163,6 @@ class Recipe:
     if TYPE_CHECKING:  # the fields of capabilities' sections
 
         def __init__(self, **values: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -202,11 +191,6 @@ class Recipe:
         """Whether the learning rate is a function of the samples seen, and not of the steps taken."""
         own = self.optimizer
         return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
-
-    @property
-    def has_added_precision(self) -> bool:
-        """Whether a capability computes the products of blocks."""
-        return self.precision not in PRECISIONS
 
     @property
     def num_steps(self) -> int:
@@ -242,9 +226,8 @@ class Recipe:
         """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples. The
         sizes of earlier steps are known where they were these all along."""
         make = partial(BatchSizes, self.global_batch_size)
-        if self.rampup_batch_size is not None:
-            ramped = seams.first("rampups", "rampup_batch_size needs a capability for it; leave it out")
-            make = partial(ramped, self.rampup_batch_size, self.global_batch_size)
+        for ramped in seams.listed("rampups", self):
+            make = partial(ramped, self)
         # A checkpoint says after how many samples its step began, and not what sizes earlier steps had. Where these
         # sizes make as many, they were these all along.
         all_along = make()
@@ -305,7 +288,8 @@ class Recipe:
         run it, so that what is installed does not matter."""
         graphs, added = choose_graphs(self.graph, device, plan), precision_of(self.precision)
         needs = "compile=on needs a capability, which is not here; use --compile off"
-        compilers = [seams.first("compilers", needs)] if self.compile == "on" else seams.listed("compilers")
+        by_default = seams.listed("compilers") if device.type == "cuda" else []
+        compilers = [seams.first("compilers", needs)] if self.compile == "on" else by_default
         if added is not None and here:
             added.check_device(device)
         made = Settings(
@@ -323,7 +307,7 @@ class Recipe:
             compile=added is None and any(choose(self.compile, device, graphs, plan, here) for choose in compilers),
             graphs=graphs,
             products=None if added is None else self.precision,
-            masks_documents=self.data.reset_attention_mask,
+            data=self.data,
             optimizer=self.optimizer,
             sections=self.sections,
         )

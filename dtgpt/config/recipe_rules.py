@@ -13,6 +13,7 @@ from dtgpt.config.plan_choice import AUTO
 from dtgpt.config.schedule import schedules
 from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # of the core; capabilities compute products of blocks in others
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
 
 
@@ -51,7 +52,7 @@ RULES: Rules = (
         "compile=on, but precision={precision} has kernels of its own, which torch.compile cannot take; use --compile "
         "off or --precision bf16",
         Is("compile", "==", "on"),
-        Given("has_added_precision"),
+        Is("precision", "not in", PRECISIONS),
     ),
     Rule(
         "global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size}; use "
@@ -112,16 +113,6 @@ NOTES: Rules = (
             Is("optimizer.schedule", "!=", name),
         )
         for name, schedule in schedules().items()
-    ),
-    Rule(
-        "{field}={value} has no effect with log.sample_tokens=0",
-        Changed("log.sample_interval", "log.prompt", "log.temperature", "log.top_k"),
-        Is("log.sample_tokens", "==", 0),
-    ),
-    Rule(
-        "{field}={value} has no effect without log.eval_tasks",
-        Changed("log.eval_tasks_interval", "log.eval_tasks_limit"),
-        Is("log.eval_tasks", "==", None),
     ),
     Rule(
         "ZeRO-{choice.named.zero} shards over replicas, and there is only one: the plan is the same as without it",

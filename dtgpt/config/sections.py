@@ -5,19 +5,18 @@ from which the command line, `--help`, the checks and recipe.json all follow. De
 GPT-2 works; a recipe names what it changes.
 
 `Section` and `Precision` are what capabilities add to recipes. Both answer all that the core asks, so that a capability
-writes only what it changes, and the core has no branch for any of them.
+writes only what it changes, and the core has no branch for any of them. To the core's own sections capabilities add
+fields, which they alone read.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from dtgpt.config.schedule import ScheduleName
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Shape
-from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.util import seams
@@ -25,7 +24,6 @@ from dtgpt.util.field_types import PATH, Bounds, Pattern
 from dtgpt.util.rules import Given, Rule, Rules, check_rules
 
 POSITIVE = Bounds(above=1e-38)  # below this, fp32 rounds to zero or loses digits
-Z_SCORE = Bounds(0, at_most=11, also=": none of 128 values has a z-score above 11.3")
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
 
 
@@ -88,11 +86,9 @@ class Precision:
     """A precision that a capability adds, beside fp32, bf16 and fp16.
 
     dtype: of activations, and of the weights that products read.
-    help: what `--help` says of it.
     """
 
     dtype: torch.dtype
-    help: str
 
     def check_device(self, device: torch.device) -> None:
         """Raise UserError where a device does not have what the precision needs."""
@@ -125,8 +121,23 @@ def with_sections(before: str) -> Callable[[type], type]:
     return add
 
 
+class CoreSection:
+    """A section of the core. seam: where capabilities list classes whose fields come behind those that are written
+    here."""
+
+    def __init_subclass__(cls, seam: str | None = None):  # before the class becomes a dataclass
+        for more in () if seam is None else seams.listed(seam):
+            cls.__annotations__ |= more.__annotations__
+            for name in more.__annotations__:
+                setattr(cls, name, getattr(more, name))
+
+    if TYPE_CHECKING:  # the fields of capabilities
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(CoreSection, seam="data_fields"):
     """The data of a run, their tokenizer and their order."""
 
     path: Annotated[
@@ -147,16 +158,9 @@ class DataConfig:
         "ids: no tokenizer, and so no bits/byte and no generated texts",
     ] = "auto"
     tokenizer_file: Annotated[str | None, "tokenizer of the data, as for dtgpt prepare --tokenizer", PATH] = None
-    other_tokenizer: Annotated[
-        bool,
-        "train a model of init_from on tokens of another tokenizer than its own; on if an option names a tokenizer",
-    ] = False
     vocab_file: Annotated[str | None, "vocab.json of gpt2, with merge_file; none: tiktoken's own", PATH] = None
     merge_file: Annotated[str | None, "merges.txt of gpt2, with vocab_file", PATH] = None
     bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024
-    reset_position_ids: Annotated[bool, "count positions from 0 in each document"] = False
-    reset_attention_mask: Annotated[bool, "let each token attend to its own document only"] = False
-    eod_mask_loss: Annotated[bool, "exclude the token after an end of text from the loss"] = False
     order: Annotated[
         Literal["shuffled", "sequential"],
         "order of training samples; sequential: consecutive tokens of the shards, file after file, each cut after its "
@@ -167,7 +171,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CoreSection, seam="optimizer_fields"):
     """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
     another optimizer derives from it, and overrides `kind` and the methods.
 
@@ -197,18 +201,11 @@ class OptimizerConfig:
         Bounds(1),
     ] = None
     warmup_samples: Annotated[int | None, "number of warmup samples, for a schedule that counts them", Bounds(0)] = None
-    wsd_decay: Annotated[float, "final fraction of the schedule, in which wsd decays", Bounds(above=0, at_most=1)] = 0.2
     weight_decay: Annotated[float, "decoupled weight decay of matrices", Bounds(0)] = 0.1
     beta1: Annotated[float, "decay rate of the first moment", Bounds(0, below=1)] = 0.9
     beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
     eps: Annotated[float, "added to the square root of the second moment", POSITIVE] = 1e-8
     clip: Annotated[float, "largest global norm of the gradient; 0: no clipping", Bounds(0)] = 1.0
-    skip_loss_z: Annotated[
-        float, "skip updates whose loss has a larger z-score among the last 128 steps; 0: none", Z_SCORE
-    ] = 0.0
-    skip_grad_norm_z: Annotated[
-        float, "skip updates whose gradient norm has a larger z-score among the last 128 steps; 0: none", Z_SCORE
-    ] = 0.0
 
     def make(self, shards: Any) -> Optimizer:
         """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
@@ -219,58 +216,14 @@ class OptimizerConfig:
         """Return what a user should know about training this model with it."""
         return []
 
-    def state_bytes(self, shape: Shape, role: Role | None) -> int:
-        """Return the bytes of state per element of a parameter. shape: of the whole parameter; role: of its module."""
-        return 8
-
-    def needs_whole(self, shape: Shape, role: Role | None) -> bool:
-        """Return whether a step needs the whole of a parameter, which then travels to one rank and back."""
-        return False
-
-    def whole_flops(self, shape: Shape, role: Role | None) -> int:
-        """Return the FLOPs of the products in a step of a parameter that it `needs_whole`; 0 for any other."""
-        return 0
-
-    def update_bytes(self, model: Any, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
-        """Return the bytes that an update works with. model: its config; blocks: indices of the blocks of a rank;
-        ranks: how many hold the same blocks; parts: into how many they cut each weight; width: bytes of an element of
-        activations."""
-        return 0
-
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What a run reports, and when: progress lines, evaluations, generated texts, metrics."""
+class LogConfig(CoreSection, seam="log_fields"):
+    """What a run reports, and when."""
 
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
-    show: Annotated[
-        str,
-        "further parts of a progress line, separated by commas: time (of day), ms (of a step), ppl (perplexity), "
-        "z (z-scores of loss and gradient norm)",
-        Pattern("((time|ms|ppl|z)(,(time|ms|ppl|z))*)?", "is not known; use some of time,ms,ppl,z"),
-    ] = ""
     eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512
-    eval_tasks: Annotated[
-        str | None, "tasks to measure as dtgpt eval does, each with its file, as in 'hellaswag:FILE lambada:FILE'"
-    ] = None
-    eval_tasks_interval: Annotated[
-        int | None,
-        "number of steps between measurements of the tasks; 0: at the end only; none: eval_interval",
-        Bounds(0),
-    ] = None
-    eval_tasks_limit: Annotated[int | None, "largest number of items to measure of a task; none: all", Bounds(1)] = None
-    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
-    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
-    prompt: Annotated[
-        str, "beginning of generated texts; empty: the model begins a document, or answers validation chats"
-    ] = ""
-    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
-    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
-    wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
-    wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
-    tensorboard: Annotated[bool, "write metrics for TensorBoard into the run folder, by Megatron-LM's names"] = False
-    timers: Annotated[bool, "measure forward, backward, optimizer, data and save"] = False
 
 
 @dataclass(frozen=True, kw_only=True)

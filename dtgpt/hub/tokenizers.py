@@ -1,7 +1,5 @@
 """Tokenizers of the Hub, as the core asks for them."""
 
-from collections.abc import Iterable
-
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.hub.names import PREFIX, place
@@ -11,8 +9,8 @@ class NamedTokenizer(TokenizerFormat):
     def is_called(self, name: str) -> bool:
         return name.startswith(PREFIX)
 
-    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        return open_tokenizer(str(place(kind, weights=False)))
+    def make(self, name: str) -> Tokenizer:
+        return open_tokenizer(str(place(name, weights=False)))
 
 
 TOKENIZERS = NamedTokenizer()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.open import check_recipe, ends_of, open_source, with_addend
+from dtgpt.checkpoint.open import check_recipe, ends_of, open_source
 from dtgpt.config.execution import Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
@@ -72,7 +72,8 @@ def open_model(
     source = open_source(path, mesh, own=own)
     check_recipe(path, source.config, own)
     if addend is not None:
-        source = with_addend(source, path, located(addend), mesh)
+        add = seams.first("addends", f"nothing here adds {addend} to weights; give a whole model, as the model")
+        source = add(source, path, located(addend), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()

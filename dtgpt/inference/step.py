@@ -11,13 +11,12 @@ are `Pending`, and the host reads them when it has launched the next round.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache, Chunk, DecodeRows, Work
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.models.batch import Batch
@@ -38,25 +37,9 @@ SAMPLED = (torch.int64, torch.float32, torch.int64, torch.float32)  # types of t
 R = TypeVar("R", bound=tuple[Tensor, ...])  # two fields [..., M], and two [..., M, n] of the likeliest tokens
 
 
-class ExactBits(Protocol):
-    """What a capability has for log-probabilities with the bits of training's forward pass, at the seam `exact_bits`;
-    its steps, at the seam `rank_steps`, have them then."""
-
-    def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
-        """Raise UserError where generation cannot have the bits of training's forward pass."""
-
-    def check_blocks(self, config: ModelConfig) -> None:
-        """Raise UserError for a model whose blocks cannot have them."""
-
-    def exact_scores(
-        self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
-    ) -> dict[str, Tensor]:
-        """Return "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, n]` with those bits, from this rank's
-        columns of the logits `[M, V_local]`."""
-
-
-def exact_bits() -> ExactBits:
-    """Return what there is for these bits. Raise UserError where there is nothing."""
+def exact_bits() -> Any:
+    """Return what checks and computes log-probabilities with the bits of training's forward pass, which the steps of a
+    capability have. Raise UserError where there is nothing."""
     return seams.first("exact_bits", "exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
 
 

@@ -16,7 +16,7 @@ CAPABILITY = Capability(
             place=130,
         ),
     },
-    sections={"export": "dtgpt.interop.last.config:ExportConfig"},
+    sections={"export": "dtgpt.interop.last:ExportConfig"},
     observers=(When("dtgpt.interop.last.observer:LastFolder", ("export.hf=last",)),),
     beginnings=("dtgpt.interop.resume:begin",),
     sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC")),

@@ -10,7 +10,6 @@ from dtgpt.checkpoint.open import (
     open_source,
     tokenizer_beside,
     tokenizer_place,
-    with_addend,
 )
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Addend, MergeFile, RecipeFile, VocabFile
@@ -29,7 +28,7 @@ from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.config import ModelConfig, class_of
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
-from dtgpt.posttrain.lora.source import open_adapter
+from dtgpt.posttrain.lora.source import open_adapter, with_addend
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds

@@ -10,9 +10,10 @@ from dtgpt.interop.marks import ADAPTER_CONFIG, ORIGIN, TRACKER, is_megatron
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.lora.source import AddendFormat
 
 
-class HuggingFaceFormat(SourceFormat):
+class HuggingFaceFormat(AddendFormat):
     """Folders of transformers, adapters of peft, and what is kept of such a folder."""
 
     known = "a Hugging Face folder (config.json)"

@@ -14,11 +14,9 @@ ORPHAN = 120.0  # seconds that a process without its launcher has for the step a
 _followed = threading.Semaphore(0)  # 1 while the launcher is followed and nobody has noticed its loss
 
 
-def follow_launcher() -> None:
-    """Under torchrun, watch from now on whether torchrun still runs. If it is gone without having ended this process,
-    send SIGTERM, as torchrun would have, and end the process 120 s later, even if it is blocked."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
-        return
+def follow_torchrun() -> None:
+    """Watch from now on whether torchrun still runs. If it is gone without having ended this process, send SIGTERM, as
+    torchrun would have, and end the process 120 s later, even if it is blocked."""
     _followed.release()
     signals.when_stopped.append(_notice_loss)  # another rank may have noticed it first and asked all to end
     with suppress(RuntimeError):  # there can be no more threads

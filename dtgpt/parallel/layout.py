@@ -70,11 +70,6 @@ class ParameterLayout:
                 found = found * ranks + place[axis]
         return found
 
-    def cut_from_the_end(self, axis: str) -> int | None:
-        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts, OUTPUTS or INPUTS; None for a
-        vector, or where it cuts none."""
-        return self.cuts[axis] - len(self.shape) if axis in self.cuts and len(self.shape) > 1 else None
-
 
 def chunk(whole: range, pieces: int, index: int) -> range:
     """Return piece `index` of a range, cut by the rule of `torch.chunk`: pieces of equal size, the last ones shorter or

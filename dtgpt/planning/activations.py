@@ -126,12 +126,14 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
         return tensors * width * scores + repeated
     windowed = core.window is not None and core.window < settings.seq_length
-    masked = settings.masks_documents or windowed or len(pieces) > 1
+    # Where the capability is missing that keeps documents apart, data have no such field.
+    documents = getattr(settings.data, "reset_attention_mask", False)
+    masked = documents or windowed or len(pieces) > 1
     kept = _beside_output(settings, backend)
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += repeated
     if backend == "sdpa" and masked and scores:
-        samples = settings.micro_batch_size if settings.masks_documents else 1
+        samples = settings.micro_batch_size if documents else 1
         kept += width * samples * sum(queries * columns for queries, columns in pieces)  # masks, in the scores' dtype
     if backend == "flash" and windowed:
         kept += 8 * settings.micro_batch_size * sum(columns for _, columns in pieces)  # their bounds

@@ -12,6 +12,7 @@ from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.parameters import Rank
 from dtgpt.planning.sums import is_pushed
 from dtgpt.posttrain.demands import rows_of
@@ -171,7 +172,8 @@ def _update_bytes(here: Rank) -> int:
     if settings.optimizer is None or settings.freezes_weights:
         return 0
     blocks, parts = tuple(here.blocks_by_kind().elements()), plan.shard * plan.tp  # stages of one size are one
-    return settings.optimizer.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)
+    costs = OptimizerCosts(settings.optimizer)
+    return costs.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)
 
 
 def _sent_at_once(here: Rank) -> int:

@@ -17,6 +17,7 @@ from dtgpt.parallel.stages import places_of_edge
 from dtgpt.planning import split_backward
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.fullest_moment import after_passes, whole_passes
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.parameters import Rank
 from dtgpt.posttrain.demands import slots_of
 
@@ -116,7 +117,7 @@ def _padding_bytes(here: Rank) -> float:
     settings, optimizer, total = here.settings, here.settings.optimizer, 0.0
     narrow = settings.dtype.itemsize if settings.low_precision else 0
     for p in here.trained:
-        states = 0 if optimizer is None else optimizer.state_bytes(p.shape, p.role) / 4
+        states = 0 if optimizer is None else OptimizerCosts(optimizer).state_bytes(p.shape, p.role) / 4
         total += (1 + states) * padding(4 * p.local) + padding(narrow * p.by_tp)
     return total
 

@@ -26,7 +26,7 @@ from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
 from dtgpt.planning.torch_private import EagerDispatchMode
-from dtgpt.posttrain.lora.adapters import add_local
+from dtgpt.posttrain.lora.adapters import add_local, cut_from_the_end
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
 
@@ -149,7 +149,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         of_rank = layout.of(p)
         module.register_parameter(key, nn.Parameter(module.get_parameter(key)[slices(of_rank.region(0))]))
         if kind.sequence_parallel and key == "weight" and p.role not in INNER:
-            _exchange(of_rank.cut_from_the_end("tp"), module, _SequenceParts(kind.tp))
+            _exchange(cut_from_the_end(of_rank, "tp"), module, _SequenceParts(kind.tp))
     for name, module in block.named_modules():
         if kind.sequence_parallel and (dim := BRANCH_ENDS.get(role_of(f"{at}.{name}", config.roles))):
             _exchange(dim, module, _SequenceParts(kind.tp))

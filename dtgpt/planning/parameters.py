@@ -23,6 +23,7 @@ from dtgpt.parallel.shared_memory.gather import PLACES
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.layout import Layout
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.sums import Costs, costs_of, is_pushed
 from dtgpt.posttrain.add_tokens.config import AddTokensConfig
 from dtgpt.posttrain.add_tokens.rows import rows_of
@@ -224,8 +225,9 @@ class Rank:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
-        optimizer = self.settings.optimizer
-        return 0 if optimizer is None else sum(optimizer.state_bytes(p.shape, p.role) * p.local for p in self.trained)
+        if (optimizer := self.settings.optimizer) is None:
+            return 0
+        return sum(OptimizerCosts(optimizer).state_bytes(p.shape, p.role) * p.local for p in self.trained)
 
 
 def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:

@@ -11,6 +11,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.operation_time import START, Operations, Passes, Work
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import costs_of
 from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective, collectives_of, ranks_over
@@ -146,8 +147,9 @@ def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter])
         return 0.0
     copies = settings.dtype.itemsize if settings.low_precision else 0
     width = costs_of(settings).width
-    moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
-    flops = sum(optimizer.whole_flops(p.shape, p.role) for p in trained) / settings.plan.ranks_of_stage
+    costs = OptimizerCosts(optimizer)
+    moved = sum(p.local * (2 * costs.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
+    flops = sum(costs.whole_flops(p.shape, p.role) for p in trained) / settings.plan.ranks_of_stage
     return 4 * START + moved / rates.memory + flops / (WHOLE_REACHES * rates.products)
 
 

@@ -15,9 +15,11 @@ from dtgpt.parallel.layout import INPUTS, OUTPUTS, degrees_of_heads
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 from dtgpt.planning.sums import Collective
 from dtgpt.posttrain.demands import rows_of
+from dtgpt.posttrain.lora.adapters import cut_from_the_end
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.posttrain.lora.four_bits import held_bytes
 
@@ -154,7 +156,7 @@ def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int,
 def _cut(weights: list[LocalParameter], dim: int) -> list[LocalParameter]:
     """Return the matrices that tensor parallelism cuts by their OUTPUTS or INPUTS; of those within a branch, which have
     one input and one sum, the last stands for all."""
-    cut = (p for p in weights if p.layout.cut_from_the_end("tp") == dim)
+    cut = (p for p in weights if cut_from_the_end(p.layout, "tp") == dim)
     return list({p.block if p.role in INNER else p.name: p for p in cut}.values())
 
 
@@ -206,7 +208,8 @@ def _of_optimizer(here: Rank) -> list[Collective]:
     ranks = plan.ranks_of_stage
     if optimizer is None or ranks == 1:
         return []
-    matrices = [p for p in here.trained if optimizer.needs_whole(p.shape, p.role)]
+    costs = OptimizerCosts(optimizer)
+    matrices = [p for p in here.trained if costs.needs_whole(p.shape, p.role)]
     size = 0.0
     for p in matrices:
         replicas = p.layout.axes["replicate"]

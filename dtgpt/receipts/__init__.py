@@ -7,7 +7,7 @@ CAPABILITY = Capability(
     step_states=(When("dtgpt.receipts.state:make_state", ("receipts.on",)),),
     entries={"receipts": "dtgpt.receipts.config:check_entry"},
     observers=(When("dtgpt.receipts.observer:observe", ("receipts.on",)),),
-    explanations=("dtgpt.receipts.config:EXPLANATIONS",),
+    explanations=("dtgpt.receipts.explained:EXPLANATIONS",),
     commands={
         "audit": CommandEntry(
             "dtgpt.receipts.command:command",

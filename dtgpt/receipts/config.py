@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar
 from dtgpt.config.sections import Section
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Changed, Missing, Rule, Rules
-from dtgpt.util.shared.explanations import Explanations
 
 NAME = "receipts"  # of the section, and of the entry of a checkpoint
 PARTS = 8
@@ -27,14 +26,6 @@ class ReceiptsConfig(Section):
             Missing("receipts.on"),
         ),
     )
-
-
-class _Explained(Explanations):
-    def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
-        return "receipts of steps are turned on by --receipts.on" if name == NAME else None
-
-
-EXPLANATIONS = _Explained()
 
 
 def check_entry(entry: Any, config: Any) -> None:

@@ -80,7 +80,9 @@ def recipe_of(receipts: Receipts, step: int, recipe_file: Path | None, plan: str
             recipe = with_kept_answers(recipe)
     recipe = of_kind(recipe, saved_value(saved, "optimizer.kind"))
     values = {name: as_tuple(value) for name, *_ in leaves(recipe) if (value := saved_value(saved, name)) is not ABSENT}
-    values |= WITHOUT | {"plan": plan, "precision": start["precision"], "micro_batch_size": start["micro_batch_size"]}
+    known = {name for name, *_ in leaves(recipe)}  # some are of capabilities
+    values |= {name: value for name, value in WITHOUT.items() if name in known}
+    values |= {"plan": plan, "precision": start["precision"], "micro_batch_size": start["micro_batch_size"]}
     if device is not None:
         values["device"] = device
     file = values.get("data.tokenizer_file")

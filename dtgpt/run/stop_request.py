@@ -1,30 +1,33 @@
 """Requests to end a run before its last step, which the loop meets after its next step.
 
 A step that is cut short leaves ranks that wait for each other, and no checkpoint. So who asks leaves a note here, and
-the loop ends all ranks after the same step. Here it is the end of the time that asks; a capability hears signals.
+the loop ends all ranks after the same step. Here nobody asks but by `ask`; capabilities hear signals, and know limits.
 """
 
-import math
-import time
 from typing import Any, Self
 
 from dtgpt.util import seams
 
 
 class StopRequest:
-    """A context in which somebody may ask. It is true from then on, and from the end of its time. `requested`: the
-    number of the signal that asked, if one did."""
+    """A context in which somebody may ask. It is true from then on. `requested`: the number of the signal that asked,
+    if one did. `reason`: why the run ends in order without a signal, as a sentence goes on; empty: it does not."""
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
-        return super().__new__(seams.with_kinds("stops", cls) if cls is StopRequest else cls)
+    reason = ""
 
-    def __init__(self, minutes: float | None = None) -> None:
-        """minutes: from now to the end; None: no end."""
+    def __new__(cls, recipe: Any = None) -> Self:
+        return super().__new__(seams.with_kinds("stops", cls, recipe) if cls is StopRequest else cls)
+
+    def __init__(self, recipe: Any = None) -> None:
+        """recipe: of the run, whose time counts from here."""
         self.requested: int | None = None
-        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def __bool__(self) -> bool:
-        return self.requested is not None or time.monotonic() >= self._end
+        return self.requested is not None
+
+    def ends_after(self, step: int, steps: int) -> bool:
+        """Return whether a run of `steps` is to end after this one, the same on every rank."""
+        return False
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ from dtgpt.run.stop_request import StopRequest
 from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
 from dtgpt.train.interval_loss import check_finite
 from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Unfinished, is_due
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Unfinished
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
@@ -57,7 +57,7 @@ def run(job: Job) -> int:
     Every process calls it; those that the plan leaves over wait. Whatever is wrong with the recipe, the plan, the data
     or the machine raises UserError before a run folder is made or changed.
     """
-    stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
+    stop = StopRequest(job.recipe)  # whose time counts from here, reading of data included
     setup, recipe, choice, everyone = Setup(job), job.recipe, job.choice, Process.from_environment()
     ended = peers(everyone.world).wait_if_left_over(
         process=everyone,
@@ -155,7 +155,6 @@ class Loop:
         self.observers = sorted([progress, self.saving, *observers], key=lambda observer: observer.turn)
         for observer in self.observers:
             observer.prepare(trainer)
-        self.leaving = False  # because of `exit_interval`
         self.report = Report()  # until there is a run folder
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -234,8 +233,7 @@ class Loop:
             # Was any rank asked to end, or is it time for a checkpoint? All ranks read this once, together, and so do
             # the same from here on. A signal that comes later is met by the next step; the last one always saves.
             stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.saving.clock.asks())
-            self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
-            stopping = stopping or self.leaving
+            stopping = self.stop.ends_after(trainer.step, trainer.steps) or stopping
             self.saving.asked = stopping or asked
 
             # After most steps nothing is due, and the next one follows. Else the device finishes the step first. Then
@@ -299,19 +297,12 @@ class Loop:
         return self.mesh.any(self._must_end())
 
     def stopped(self, where: str, hint: str = "") -> int:
-        """Say where and why the run ends early. Return its exit code: 0 after `exit_after` minutes or by
-        `exit_interval`, else 128 + the signal, agreed across ranks."""
+        """Say where and why the run ends early. Return its exit code: 0 where it ends in order, else 128 + the signal,
+        agreed across ranks."""
         number = int(self.mesh.max(self.stop.requested or 0))
-        minutes, interval = self.recipe.exit_after, self.recipe.exit_interval
-        code, reason = 0, ""
-        if number == 0 and self.leaving:
-            reason = f" (exit_interval {interval})"
-        elif number == 0 and minutes is not None:
-            reason = f" after {minutes:g} minute{'' if minutes == 1 else 's'} (exit_after)"
-        else:
-            code = 128 + (number or signal.SIGTERM)
+        reason = "" if number else self.stop.reason
         say(f"stopped {where}{reason}{hint}")
-        return code
+        return 0 if reason else 128 + (number or signal.SIGTERM)
 
 
 # Of a run that goes on.

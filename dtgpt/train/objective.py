@@ -160,9 +160,8 @@ class LanguageModel(Objective):
         data, root = given.data, root_key(given.seed)
         self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
         self.masks = WindowMasks()
-        if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
-            missing = "no capability here keeps documents apart; leave data.reset_... and data.eod_mask_loss out"
-            self.masks = seams.first("masks", missing)(data, dataset.tokenizer.end_of_text)
+        for make in seams.listed("masks", data):
+            self.masks = make(data, dataset.tokenizer.end_of_text)
 
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts

@@ -135,7 +135,7 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
     the options `given`. Raises UserError where the run or the model to begin with is not as it must be."""
     # A run that goes on keeps its own recipe; of the file it takes what an older version of dtgpt did not have.
     if (run := resume.run) is not None:
-        recipe = recipe_of_run(run, file, asked, given, lambda file: with_steps(_checked(file)))
+        recipe = recipe_of_run(run, file, asked, given, lambda file: checked(file) and with_steps(file))
         if recipe.train_samples is None:
             return recipe
         missing = "train_samples of a run that goes on needs a capability, which is not here; give --steps"
@@ -150,11 +150,6 @@ def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Re
     if recipe.train_samples is not None and data.train_samples is None and format_of(data.path) is not None:
         data = replace(data, train_samples=recipe.train_samples)
     return replace(recipe.counted(first_step, first_sample), data=data)
-
-
-def _checked(recipe: Recipe) -> Recipe:
-    checked(recipe)
-    return recipe
 
 
 # The checks of one process.

@@ -63,7 +63,11 @@ class Launch:
 LISTED = {  # without names: asked in the order of the capabilities
     # A recipe and its plan.
     "recipe_folders": "lets a recipe file import what lies in its folder",
-    "rampups": "of a batch size: a class that derives from `config.schedule.BatchSizes`",
+    "recipe_fields": "of a recipe: a class with these fields",
+    "data_fields": "of its section `data`: the same",
+    "optimizer_fields": "of its section `optimizer`: the same",
+    "log_fields": "of its section `log`: the same",
+    "rampups": "of the batches of a recipe: makes its `config.schedule.BatchSizes`",
     "recipe_notes": "on a valid recipe: a table of `util.rules`",
     "plan_rules": "what a recipe cannot be under a `plan`: a table of `util.rules`",
     "settings_rules": "what `Settings` cannot be: a table of `util.rules`",
@@ -120,9 +124,10 @@ LISTED = {  # without names: asked in the order of the capabilities
     "peers": "how processes find and watch each other: a `util.peers.Peers`",
     # Files.
     "sources": "weights of other libraries: a `checkpoint.open.SourceFormat`",
+    "addends": "of a `Source`, its path, another path and a mesh: adds what is there to the weights",
     "datasets": "data that are no plain text: a `data.open.DataFormat`",
     "tokenizers": "of other libraries: a `data.tokenizers.open.TokenizerFormat`",
-    "masks": "of a `DataConfig` and an end of text: a class that derives from `models.batch.WindowMasks`",
+    "masks": "of a `DataConfig` and an end of text: makes what takes the place of `models.batch.WindowMasks`",
     "data_checks": "of a `DataConfig`, a dataset, samples, their length and the seed: raises UserError",
     "batches": "of steps, on a device: a class that derives from `data.dataset.Batches`",
     "caches": "of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`",
@@ -132,13 +137,13 @@ LISTED = {  # without names: asked in the order of the capabilities
     # Generation.
     "options": "of a prompt: a class that derives from `inference.base_options.BaseOptions`",
     "prompt_options": "of `dtgpt generate`: a dataclass of options, with a function `chosen`",
-    "exact_bits": "of training's forward pass: an `inference.step.ExactBits`",
+    "exact_bits": "of training's forward pass: an `inference.kernels.serve.ExactBits`",
     "rank_steps": "a class that derives from `inference.step.Step`, with `serves`",
     "rank_commands": "of rank 0 to all ranks: functions as in `inference.commands`",
     "engines": "what generation may be asked for beside draws: a class that derives from `inference.engine.Engine`",
     "schedulers": "of requests: a class that derives from `inference.scheduler.Scheduler`",
     "special_ids": "of a tokenizer, or None and the size of a vocabulary: ids by the fields of `SpecialIds`",
-    "logit_rules": "before a token is chosen: a function like `inference.rules.edits.edit`",
+    "logit_rules": "before a token is chosen, of a `Variant`: a function like `inference.rules.edits.edit`",
     "text_streams": "of tokens that depend on others: an `inference.prompts.TextStream`",
     # The program and its machine.
     "program_starts": "before torch is imported, without arguments: why the program cannot go on, or None",
@@ -156,6 +161,7 @@ NAMED = {  # by a name, under which the core or a user asks for one
     "public": "what `import dtgpt` gives",
     "sections": "of a recipe: the class of a field",
     "precisions": "of a recipe: a `config.sections.Precision`",
+    "precision_help": "by such a name: what `--help` says of it",
     "schedules": "of learning rates: a class that derives from `config.schedule.Schedule`",
     "optimizers": "by its kind: the class of a config",
     "recomputes": "in backward, by a recipe's `recompute`: what does so",
@@ -168,6 +174,8 @@ NAMED = {  # by a name, under which the core or a user asks for one
     "kernels": "by an operation: a sequence of `ops.operation.Kernel`",
     "objectives": "by the option that turns it on: the class of what a run learns",
     "entries": "of a checkpoint: checks the entry of this name",
+    "tokenizer_kinds": "which data may name: makes one, like `data.tokenizers.open.make_tokenizer`",
+    "saved_tokenizers": "by a field of what `Tokenizer.save` wrote: makes the tokenizer, and tries whether it encodes",
     "encoders": "by the option that asks for it: makes tokens of messages, a `data.prepare.encode.MessageFormat`",
     "commands": "`dtgpt NAME`: a `CommandEntry`",
 }
@@ -190,21 +198,27 @@ def _field_of(owner: Any, name: str) -> Any:
     return getattr(owner, name, None)
 
 
-_modules: tuple[str, ...] = ()
+_left: list[str] = []  # modules of capabilities that nobody has asked for yet
+_capabilities: list[Capability] = []
 
 
 def use(modules: Iterable[str]) -> None:
     """Let the core have the capabilities that `modules` describe, and no others."""
-    global _modules
-    _modules = tuple(modules)
-    capabilities.cache_clear()
+    _left[:] = modules
+    _capabilities.clear()
     _parts.cache_clear()
 
 
-@cache
-def capabilities() -> tuple[Capability, ...]:
-    """Return the capabilities in use, in the order in which they were named."""
-    return tuple(importlib.import_module(module).CAPABILITY for module in _modules)
+def capabilities() -> list[Capability]:
+    """Return the capabilities in use, in the order in which they were named. Where a module that describes one imports
+    what asks here: all others."""
+    for name in tuple(_left):
+        module = importlib.import_module(name)
+        is_asking = not hasattr(module, "CAPABILITY") and getattr(module.__spec__, "_initializing", False)
+        if name in _left and not is_asking:
+            _left.remove(name)
+            _capabilities.append(module.CAPABILITY)
+    return _capabilities
 
 
 def load(part: str) -> Any:
@@ -225,10 +239,10 @@ def first(seam: str, missing: str) -> Any:
     raise UserError(missing)
 
 
-def with_kinds(seam: str, base: type) -> type:
-    """Return the class `base` with those that capabilities derive from it, and add at a seam: each calls the next by
-    `super()`, and the last one calls `base`."""
-    return type(base.__name__, (*listed(seam), base), {})
+def with_kinds(seam: str, base: type, given: Any = None) -> type:
+    """Return the class `base` with those that capabilities derive from it, and add at a seam (`listed`): each calls the
+    next by `super()`, and the last one calls `base`."""
+    return type(base.__name__, (*listed(seam, given), base), {})
 
 
 def ask(seam: str, question: Callable[[Any], Any]) -> Any:
@@ -240,10 +254,11 @@ def ask(seam: str, question: Callable[[Any], Any]) -> Any:
 def listed(seam: str, given: Any = None) -> list[Any]:
     """Return the objects that capabilities add at a seam without names, imported: of those `When` some options are on,
     those that are on in `given`."""
-    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in _parts(seam))
+    parts = _parts(seam, len(capabilities()))
+    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in parts)
     return [load(part) for part in named if part]
 
 
 @cache  # a search for plans asks some seams thousands of times
-def _parts(seam: str) -> tuple[str | When, ...]:
+def _parts(seam: str, count: int) -> tuple[str | When, ...]:  # of the first capabilities
     return tuple(part for capability in capabilities() for part in capability.parts[seam])

@@ -1,4 +1,4 @@
-"""A section and a command of `tests/support/example_sections.py`, which no other file names."""
+"""A section and a command of `tests/support/example_sections.py`, and a field of `example_fields.py`."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from dtgpt.capabilities import CAPABILITIES
 from dtgpt.cli import main
 from dtgpt.util import seams
 
-seams.use([*(module for module, _ in CAPABILITIES), "tests.support.example_sections"])
+seams.use([*(module for module, _ in CAPABILITIES), "tests.support.example_sections", "tests.support.example_fields"])
 from tests.support.example_sections import LimitsConfig
 from dtgpt.config.recipe import Recipe
 from plain import recipe
@@ -29,6 +29,7 @@ assert names[names.index("data") - 1] == "limits", names  # behind the sections 
 assert typing.get_type_hints(Recipe)["limits"] is LimitsConfig and recipe().limits == LimitsConfig()
 limited = dataclasses.replace(recipe(), limits=LimitsConfig(lr=0.5))
 assert dataclasses.asdict(limited)["limits"] == {"lr": 0.5} and limited.section(LimitsConfig).lr == 0.5
+assert recipe().log.mood == "calm"
 
 def call(*words):
     try:
@@ -42,7 +43,8 @@ call("limit")
 call("train", "plain.py", "--help-all")
 call("train", "plain.py", "--limits.lr", "1e-4")
 call("train", "plain.py", "--limits.lr", "0")
-call("train", "plain.py", "--limits.lr", "0.25")
+call("train", "plain.py", "--limits.lr", "0.25", "--log.mood", "loud")
+call("train", "plain.py", "--log.mood", "sad")
 call("train", "plain.py", "--resume", "auto", "--steps", "3")
 """
 
@@ -55,14 +57,16 @@ def test_a_file_adds_a_section_and_a_command(tmp_path):
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     told = done.stdout.split("exit ")
-    assert [part[0] for part in told[1:]] == list("00202200"), done.stdout + done.stderr
+    assert [part[0] for part in told[1:]] == list("002022020"), done.stdout + done.stderr
     assert told[0].endswith("  dtgpt limits\n      print the options that limit a recipe\n")
     assert "--limits.lr\n" in told[1] and "limits:\n  --limits.lr FLOAT|none" in told[3]
     assert "did you mean dtgpt limits?" in done.stderr
     assert "optimizer.lr=0.001 is above limits.lr=0.0001; lower it" in done.stderr
     assert "limits.lr=0.0 is out of range" in done.stderr
     assert "the learning rate stays below 0.25" in done.stdout + done.stderr
-    assert json.loads((tmp_path / "runs/plain-001/recipe.json").read_text())["limits"] == {"lr": 0.25}
+    assert "--log.mood TEXT" in told[3] and "log.mood='sad' is no mood; use calm or loud" in done.stderr
+    saved = json.loads((tmp_path / "runs/plain-001/recipe.json").read_text())
+    assert saved["limits"] == {"lr": 0.25} and saved["log"]["mood"] == "loud"
 
 
 def test_sections_as_their_capability_has_them_are_off_and_those_of_a_recipe_are_asked(recipe):

@@ -211,7 +211,7 @@ def test_the_plan_knows_what_a_back_end_keeps_for_groups_of_heads(recipe, backen
         seq_length=length, vocab_size=257,
     )  # fmt: skip
     recipe = change(replace(recipe, model=config, micro_batch_size=batch), attention=backend, precision="bf16")
-    settings = replace(recipe.settings(ResolvedPlan(dp=1), torch.device("cpu")), masks_documents=masked)
+    settings = change(recipe, data={"reset_attention_mask": masked}).settings(ResolvedPlan(dp=1), torch.device("cpu"))
     inputs = [torch.randn(batch, length, n, size).bfloat16().requires_grad_() for n in (heads, groups, groups)]
     spans = document_bounds(torch.zeros(batch, length, dtype=torch.bool)) if masked else None
     with kept_storages() as kept:

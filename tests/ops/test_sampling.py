@@ -157,20 +157,20 @@ def test_rows_that_are_not_finite_have_no_log_probability():
     check_broken_rows("cpu")
 
 
-@pytest.mark.parametrize("beams", [False, True])
-def test_log_probabilities_are_over_all_columns_and_draws_over_fewer(beams):
+@pytest.mark.parametrize("candidates", [False, True])
+def test_log_probabilities_are_over_all_columns_and_draws_over_fewer(candidates):
     """As where a model has more tokens than its tokenizer."""
     torch.manual_seed(0)
     rows = [Row(torch.randn(12), Options(seed=i, no_repeat_ngram_size=1), [i % 5]) for i in range(40)]
     logits, expected = torch.stack([row.logits for row in rows]), torch.stack([row.logits for row in rows])
     expected = expected[:, :10].log_softmax(-1)
-    variant = variant_for(rows, 10)._replace(beams=beams)
+    variant = variant_for(rows, 10)._replace(candidates=candidates)
     found = sample(logits, state_of(rows, POSITIONS).sequences, torch.arange(40), 5, variant, 10)
     assert set(found.tokens.tolist()) == set(range(5))
     torch.testing.assert_close(found.logprobs, expected.gather(1, found.tokens[:, None])[:, 0])
     places = found.top_logprobs > -math.inf  # those that are not banned
     torch.testing.assert_close(found.top_logprobs[places], expected.gather(1, found.top_ids)[places])
-    assert found.top_ids.max() == (4 if beams else 9)
+    assert found.top_ids.max() == (4 if candidates else 9)
 
 
 def test_extreme_logits_give_a_token():

@@ -210,7 +210,7 @@ def orphan(lines: str, **variables: str) -> subprocess.Popen:
     program = (
         "import os, signal, sys, time\n"
         "from dtgpt.run.stops import signals\n"
-        "from dtgpt.liveness import orphans\n"
+        "from dtgpt import liveness\nfrom dtgpt.liveness import orphans\n"
         "orphans.POLL = orphans.ORPHAN = 0.1\n"
         "if os.fork(): time.sleep(0.3); os._exit(0)\n"
         f"signals.LAUNCHER = os.getppid()\n{lines}\n"
@@ -223,7 +223,7 @@ def orphan(lines: str, **variables: str) -> subprocess.Popen:
 
 
 def test_an_orphan_ends_within_its_time_although_it_hangs_and_at_once_before_the_loop():
-    follow = "orphans.follow_launcher()\nwhile True: time.sleep(60)"
+    follow = "liveness.follow_launcher()\nwhile True: time.sleep(60)"
     in_the_loop = f"signals.Signals().__enter__()\n{follow}"
     for lines, words in ((in_the_loop, "SIGTERM: ending after this step"), (follow, "is gone")):
         out, _ = orphan(lines, TORCHELASTIC_RUN_ID="none").communicate(timeout=300)
@@ -231,7 +231,7 @@ def test_an_orphan_ends_within_its_time_although_it_hangs_and_at_once_before_the
 
 
 def test_a_process_that_torchrun_did_not_start_outlives_its_parent():
-    out, _ = orphan("orphans.follow_launcher()\ntime.sleep(0.8)").communicate(timeout=300)
+    out, _ = orphan("liveness.follow_launcher()\ntime.sleep(0.8)").communicate(timeout=300)
     assert out == "went on\n"
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.grammar.engine import allow_ids
+from dtgpt.inference.grammar.masks import mask
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import variant_of
 from dtgpt.inference.rules.edits import edit
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.sample import kept, masked, record_reference, sample_reference
+from dtgpt.ops.sampling.sample import kept, record_reference, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 from tests.support.interpreter import first_kernels_of, let_kernels_loop
 
@@ -236,9 +237,9 @@ def compare_with_reference(
         found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant, size + more)
     parameters = unpack(expected_state.parameters[: len(rows)])
     values = logits[:, :size].float()
-    _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
+    _, edited = edit(values, values, expected_state.sequences, slots, variant)
     if masks:
-        allowed = edited = masked(edited, expected_state.sequences, slots)
+        _, allowed = _, edited = mask(values, edited, expected_state.sequences, slots, variant)
         assert all(allowed[i, token] > -math.inf for i, token in enumerate(expected.tokens.tolist()))
         assert allowed[0].isfinite().any() and allowed[1:].isinf().any()
     elif variant.edits or variant.ngram:
@@ -259,7 +260,7 @@ def compare_with_reference(
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()
     whole = logits[:, : size + more].float()
-    measured, _ = edit(whole, expected_state.sequences, slots, parameters, variant)
+    measured, _ = edit(whole, whole, expected_state.sequences, slots, variant)
     exact = measured.double().log_softmax(-1)  # the reference sums a row in fp32
     for one, ids in ((found.logprobs[:, None], found.tokens[:, None]), (found.top_logprobs, found.top_ids)):
         torch.testing.assert_close(one.cpu(), exact.gather(1, ids.cpu()).float(), atol=1e-5, rtol=1e-6)

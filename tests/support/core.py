@@ -59,11 +59,12 @@ CORE = {  # rooms, and their files as regular expressions
         r"cli|capabilities|commands/(command|train|generate|model_options)|__init__|__main__"
     ),
 }  # fmt: skip
-# Words of identifiers that name what is no part of the core.
+# Words of identifiers that name what is no part of the core. "pairs" is none of them: heads rotate pairs of elements,
+# a product is done by pairs of pieces, and pairs of answers are called preferences where it matters.
 CAPABILITIES = {
     "adapter", "adapters", "beam", "beams", "chat", "chats", "comet", "dpo", "fp8", "gptneo", "grpo", "hf",
     "huggingface",
-    "llmc", "lora", "megatron", "mlflow", "muon", "nanogpt", "normuon", "outlier", "outliers", "pairs", "peft",
+    "llmc", "lora", "megatron", "mlflow", "muon", "nanogpt", "normuon", "outlier", "outliers", "peft",
     "preference", "preferences", "reward", "rewards", "rollout", "rollouts", "tensorboard", "trackio", "wandb",
 }  # fmt: skip
 STEP = "train/trainer.py", "Trainer.train_step"

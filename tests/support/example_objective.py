@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.capabilities import CAPABILITIES
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
 from dtgpt.models.shared.coupled import Coupled, set_loss
@@ -83,12 +84,12 @@ class SmoothedLabels(TotalledModel):
 @contextmanager
 def in_use() -> Iterator[None]:
     """Let the core have this capability, too."""
-    before = seams._modules
-    seams.use([*before, __name__])
+    others = [module for module, _ in CAPABILITIES]
+    seams.use([*others, __name__])
     try:
         yield
     finally:
-        seams.use(before)
+        seams.use(others)
 
 
 def train_smoothed(recipe: Recipe, steps: int) -> tuple[list[float], float, list[float]]:

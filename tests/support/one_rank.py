@@ -31,6 +31,7 @@ from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.shared_memory.regions import region_of_tp
 from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.optimizer import OptimizerCosts
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.sums import costs_of
 
@@ -118,7 +119,11 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
     alone = replace(settings, device=torch.device("cpu"))  # a rank that is built shares no memory with others
-    state = sum(settings.optimizer.state_bytes(p.shape, p.role) * p.local for p in held) if settings.optimizer else 0
+    state = (
+        sum(OptimizerCosts(settings.optimizer).state_bytes(p.shape, p.role) * p.local for p in held)
+        if settings.optimizer
+        else 0
+    )
     sizes = 4 * local, state, costs_of(alone).bytes_of(held), narrow
     return dict(zip(BYTES, sizes, strict=True))
 

@@ -213,7 +213,7 @@ def test_the_end_of_a_run_says_how_long_it_took_and_what_to_do_next(recipe, caps
 
 
 def test_a_large_model_on_a_cpu_gets_one_line_of_caution(recipe, monkeypatch, capsys):
-    monkeypatch.setattr("dtgpt.util.machine.large_models.LARGE_FOR_A_CPU", 30_000)
+    monkeypatch.setattr("dtgpt.run.console.report.LARGE_FOR_A_CPU", 30_000)
     train(change(recipe, steps=1, optimizer=constant(1e-3)))
     caution = r"warning: a model of [\d,]+ parameters on a CPU: .* takes about 0s at .*\n"
     assert re.fullmatch(caution, capsys.readouterr().err)

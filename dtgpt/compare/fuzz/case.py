@@ -195,7 +195,7 @@ def plain(recipe: Recipe) -> Recipe:
         recipe.optimizer, min_lr=0.0, decay_steps=None, decay_samples=None, warmup=0, warmup_samples=None
     )
     return replace(
-        recipe,
+        replace_values(recipe, {"rampup_batch_size": None}),
         name="random",
         model=MODELS["gpt2"],
         optimizer=optimizer,
@@ -205,12 +205,11 @@ def plain(recipe: Recipe) -> Recipe:
         micro_batch_size=1,
         global_batch_size=1,
         train_samples=None,
-        rampup_batch_size=None,
         compile="off",
         init_from=None,
         resume=None,
         data=DataConfig(),
-        log=LogConfig(sample_tokens=0),
+        log=replace_values(LogConfig(), {"sample_tokens": 0}),
         checkpoint=CheckpointConfig(),
         **{name: seams.load(part)() for name, part in seams.added("sections").items()},
     )

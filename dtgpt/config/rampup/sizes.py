@@ -5,7 +5,7 @@ so that the whole batch is reached after SAMPLES samples (megatron/microbatches.
 the samples that the run has seen, so that a resumed run goes on with the same one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe_rules import MOST_STEPS
@@ -95,3 +95,8 @@ class RampedSizes(BatchSizes):
                     f"{micro * plan.dp * plan.pp} for START and INCREMENT, a smaller micro_batch_size (the curve stays "
                     "the same), or --rampup_batch_size none"
                 ) from None
+
+
+def ramped(recipe: Any, first_step: int = 0, first_sample: int = 0) -> RampedSizes:
+    """Return the batch sizes of a `dtgpt.config.recipe.Recipe`, from a step on. Raises UserError."""
+    return RampedSizes(recipe.rampup_batch_size, recipe.global_batch_size, first_step, first_sample)

@@ -16,7 +16,6 @@ from dtgpt.data.cached.folders import load_or_make
 from dtgpt.data.dataset import TextTokens
 from dtgpt.data.tokenizers.open import read_saved
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.util.shared.vocabulary_files import read_content
 
 FORMAT = 2  # raise when the same settings would give other tokens
 FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
@@ -29,6 +28,8 @@ def keep_tokens(
     first, unless they are there. named: the tokenizer of `data.tokenizer_file`."""
     settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
     if data.tokenizer == "gpt2" and data.vocab_file:
+        from dtgpt.util.shared.vocabulary_files import read_content
+
         files = [data.vocab_file, data.merge_file]
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:

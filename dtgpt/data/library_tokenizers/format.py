@@ -12,9 +12,6 @@ class LibraryFiles(TokenizerFormat):
     """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
     takes every file, and stands behind all others."""
 
-    saved = frozenset({"characters", "ranks", "tokenizer_json", "sentencepiece"})
-    makes = frozenset({"bpe", "char", "gpt2"})
-
     def takes(self, path: Path) -> bool:
         return True
 
@@ -37,27 +34,8 @@ class LibraryFiles(TokenizerFormat):
 
         return encoding_names()
 
-    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        if kind == "char":
-            from dtgpt.data.library_tokenizers.characters import Char
-
-            return Char.of_texts(documents)
-        from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, from_tiktoken, train_ranks
-
-        return from_tiktoken(kind) if kind != "bpe" else ByteLevel("bpe", PATTERN, train_ranks(documents, vocab_size))
-
-    def from_json(self, saved: dict[str, Any]) -> Tokenizer:
-        if "characters" in saved:
-            from dtgpt.data.library_tokenizers.characters import Char
-
-            return Char(saved["characters"])
-        if "ranks" in saved:
-            from dtgpt.data.library_tokenizers.byte_level import ByteLevel
-
-            return ByteLevel.from_json(saved)
-        from dtgpt.data.library_tokenizers.libraries import from_json
-
-        return from_json(saved)
+    def make(self, name: str) -> Tokenizer:
+        return make(name, [], 0)
 
     def file_in(self, folder: Path) -> Path | None:
         from dtgpt.data.library_tokenizers.folder import tokenizer_file
@@ -74,3 +52,31 @@ class LibraryFiles(TokenizerFormat):
 
 
 LIBRARY_FILES = LibraryFiles()
+
+
+def make(kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Return the tokenizer "bpe", which learns at most `vocab_size` tokens of the documents, "char", which has their
+    characters, or that of tiktoken which has this name. Raise UserError where it cannot be made."""
+    if kind == "char":
+        from dtgpt.data.library_tokenizers.characters import Char
+
+        return Char.of_texts(documents)
+    from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, from_tiktoken, train_ranks
+
+    return from_tiktoken(kind) if kind != "bpe" else ByteLevel("bpe", PATTERN, train_ranks(documents, vocab_size))
+
+
+def from_json(saved: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of which `to_json` wrote this. Raise UserError, ValueError, KeyError or TypeError where it
+    is damaged."""
+    if "characters" in saved:
+        from dtgpt.data.library_tokenizers.characters import Char
+
+        return Char(saved["characters"])
+    if "ranks" in saved:
+        from dtgpt.data.library_tokenizers.byte_level import ByteLevel
+
+        return ByteLevel.from_json(saved)
+    from dtgpt.data.library_tokenizers import libraries
+
+    return libraries.from_json(saved)

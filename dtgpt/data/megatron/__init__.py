@@ -4,5 +4,5 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     datasets=("dtgpt.data.megatron.format:TOKEN_FILES",),
-    tokenizers=("dtgpt.data.megatron.ids:SAVED_IDS",),
+    saved_tokenizers={"ids": "dtgpt.data.megatron.ids:from_json"},
 )

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.tokenizers.open import TokenizerFormat
 from dtgpt.data.tokenizers.tokenizer import MOST, Tokenizer
 from dtgpt.util.errors import UserError
 
@@ -46,11 +45,6 @@ class Ids(Tokenizer):
         )
 
 
-class SavedIds(TokenizerFormat):
-    saved = frozenset({"ids"})
-
-    def from_json(self, saved: dict[str, Any]) -> Tokenizer:
-        return Ids(saved["ids"])
-
-
-SAVED_IDS = SavedIds()
+def from_json(saved: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of which `to_json` wrote this."""
+    return Ids(saved["ids"])

@@ -16,16 +16,11 @@ from dtgpt.util.storage import read_json
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 OTHERS = re.compile(rb'\s*\{\s*"version"')  # how other libraries' files begin: no name that `Tokenizer.save` writes
-SAVED = frozenset({"bytes"})  # which is in what `Tokenizer.save` writes of a tokenizer of the core
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 
 
 class TokenizerFormat:
-    """Tokenizers of a capability. `saved`: the fields by which what `Tokenizer.save` wrote of them is known. `makes`:
-    the kinds that it makes without a file. What reads files is to be imported by the methods: to ask is cheap."""
-
-    saved: frozenset[str] = frozenset()
-    makes: frozenset[str] = frozenset()
+    """Tokenizers of a capability. What reads files is to be imported by the methods: to ask is cheap."""
 
     def names(self) -> list[str]:
         """Return the names by which a user may call tokenizers of this format, which `make` takes."""
@@ -35,9 +30,8 @@ class TokenizerFormat:
         """Return whether `make` takes a name, one of `names` or of a form of its own."""
         return name in self.names()
 
-    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Return the tokenizer of one of `names`, or of the kind, one of `makes`; one that learns its vocabulary has at
-        most `vocab_size` tokens of the documents. Raise UserError where it cannot be made."""
+    def make(self, name: str) -> Tokenizer:
+        """Return the tokenizer of a name. Raise UserError where it cannot be made."""
         raise NotImplementedError
 
     def takes(self, path: Path) -> bool:
@@ -52,11 +46,6 @@ class TokenizerFormat:
     def open_pair(self, vocab: Path, merges: Path) -> Tokenizer | None:
         """Return the BPE of two files, its tokens and its merges; None where this format has no such pair."""
         return None
-
-    def from_json(self, saved: dict[str, Any]) -> Tokenizer:
-        """Return the tokenizer of which `to_json` wrote `saved`, with one of this format's fields, after a try whether
-        it encodes at all. Raise UserError, ValueError, KeyError or TypeError where it is damaged."""
-        raise NotImplementedError
 
     def file_in(self, folder: Path) -> Path | None:
         """Return the file in `folder` that holds a tokenizer; None where there is none."""
@@ -88,7 +77,7 @@ def open_tokenizer(
     known = ["bytes"]
     for form in formats():
         if form.is_called(name):
-            return form.make(name, [], 0)
+            return form.make(name)
         known += form.names()
     raise UserError(f"the tokenizer {name} is neither a file nor one of {', '.join(known)}; give {FILES}")
 
@@ -124,7 +113,7 @@ def _is_saved(file: Path) -> bool:
         saved = read_json(file, "", LARGEST)
     except (OSError, UserError):
         return False
-    return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
+    return isinstance(saved, dict) and not saved.keys().isdisjoint({"bytes", *seams.added("saved_tokenizers")})
 
 
 def tokenizer_file(folder: Path) -> Path | None:
@@ -143,18 +132,17 @@ def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) 
 
 def makes(kind: str) -> bool:
     """Return whether `make_tokenizer` knows the kind."""
-    return kind == "bytes" or any(kind in form.makes for form in formats())
+    return kind == "bytes" or kind in seams.added("tokenizer_kinds")
 
 
 def make_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Make the tokenizer `kind`: "bytes"; or what a format makes, such as "bpe", which learns `vocab_size` tokens of
-    the documents, and "gpt2". Raises UserError if it cannot be made."""
+    """Make the tokenizer `kind`: "bytes"; or what a capability makes, such as "bpe", which learns `vocab_size` tokens
+    of the documents, and "gpt2". Raises UserError if it cannot be made."""
     if kind == "bytes":
         return Bytes()
-    for form in formats():
-        if kind in form.makes:
-            return form.make(kind, documents, vocab_size)
-    raise UserError(f"nothing here makes the tokenizer {kind}; use bytes")
+    if not makes(kind):
+        raise UserError(f"nothing here makes the tokenizer {kind}; use bytes")
+    return seams.load(seams.added("tokenizer_kinds")[kind])(kind, documents, vocab_size)
 
 
 def read_saved(path: Path, remedy: str) -> Tokenizer:
@@ -175,10 +163,10 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
 def _from_json(saved: dict[str, Any]) -> Tokenizer:
     if "bytes" in saved:
         return Bytes()
-    form = next((form for form in formats() if not form.saved.isdisjoint(saved)), None)
-    if form is None:
+    parts = [part for field, part in seams.added("saved_tokenizers").items() if field in saved]
+    if not parts:
         raise ValueError("it is of no tokenizer that is known here")
-    return form.from_json(saved)
+    return seams.load(parts[0])(saved)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -74,7 +74,7 @@ class SearchEngine(Engine):
         return Decoded(others, super()._decode(others, steps), searched, super()._decode(searched, 1))
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
-        return super()._variant(rows)._replace(beams=any(map(self._is_searched, rows)))
+        return super()._variant(rows)._replace(candidates=any(map(self._is_searched, rows)))
 
     def _alternatives(self, active: ActiveJob) -> int:
         search = self._searches.get(active.number)

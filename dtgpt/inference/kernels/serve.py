@@ -10,7 +10,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
 from dtgpt.inference.kernels.weights import computes_rows_apart, decode_weights, has_own_code
-from dtgpt.inference.step import ExactBits, Step
+from dtgpt.inference.step import Step
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
@@ -98,12 +98,16 @@ EXACT: Rules = (
 )
 
 
-class _Bits:
+class ExactBits:
+    """Log-probabilities with the bits of training's forward pass."""
+
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
+        """Raise UserError where generation cannot have these bits."""
         has_kernels = has_triton(torch.empty(0, device=device))
         check_rules(EXACT, {"device": device, "plan": plan, "dtype": dtype, "has_kernels": has_kernels})
 
     def check_blocks(self, config: ModelConfig) -> None:
+        """Raise UserError for a model whose blocks cannot have them."""
         parts = inventory(config)
         kinds = set(parts.examples)
         with torch.device("meta"):
@@ -119,11 +123,13 @@ class _Bits:
     def exact_scores(
         self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
     ) -> dict[str, Tensor]:
+        """Return "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, n]` with those bits, from this rank's
+        columns of the logits `[M, V_local]`."""
         first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
         return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
 
 
-BITS: ExactBits = _Bits()
+BITS = ExactBits()
 
 
 def _has_kernels(block: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences, Variant
+from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences, Variant, unpack
 
 
 def _marked(values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
@@ -82,11 +82,12 @@ def ban_endings(values: Tensor, token: Tensor, position: Tensor, parameters: Par
 
 
 def edit(
-    values: Tensor, sequences: Sequences, slots: Tensor, parameters: Parameters, variant: Variant
+    measured: Tensor, values: Tensor, sequences: Sequences, slots: Tensor, variant: Variant
 ) -> tuple[Tensor, Tensor]:
     """Return what log-probabilities are measured of, and what a token is chosen of: values after the first rule, and
     after all."""
     token, position, history = (tensor[slots] for tensor in sequences[:3])
+    parameters = unpack(sequences.parameters[slots])
     if variant.edits:
         values = ban_newline_after_colon(values, token, parameters)
     measured = values

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torch import Tensor
 
@@ -17,10 +17,12 @@ from dtgpt.inference.base_options import (
     check_whole,
     read_number,
 )
-from dtgpt.inference.rules.stop_strings import StopSearch, line_ends
 from dtgpt.ops.sampling.sequences import MOST_BIASES, NONE, Variant
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
+
+if TYPE_CHECKING:
+    from dtgpt.inference.rules.stop_strings import StopSearch
 
 LONGEST_ID = 20  # digits
 MOST_NGRAM = 32  # tokens in an n-gram that must not repeat
@@ -191,6 +193,10 @@ class RuleOptions(BaseOptions):
     def reads_text(self) -> bool:
         return bool(self.stop_strings)
 
-    def text_end(self, job: Any) -> StopSearch | None:
+    def text_end(self, job: Any) -> "StopSearch | None":
+        if not (self.stop_strings or job.stops or self.stop_on_eol or self.stop_on_double_eol):
+            return None
+        from dtgpt.inference.rules.stop_strings import StopSearch, line_ends  # here: few texts end so
+
         strings, endings = (*self.stop_strings, *job.stops), line_ends(self, job.special)
         return StopSearch(strings, endings, self.min_new_tokens) if strings or endings else None

@@ -3,7 +3,6 @@
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import Role
-from dtgpt.models.rotary import RotaryConfig
 
 Rows = tuple[range, ...]  # of a matrix that lies among others in one weight
 GATED = ("mlp.gate_up.weight", ".mlp.shared.gate_up.weight")  # whose rows are gate 0, up 0, gate 1, up 1, ...
@@ -19,8 +18,11 @@ def pieces(config: ModelConfig, parameter: Parameter, per_head: bool = False) ->
         parts = 2 if parameter.role is Role.COLUMN_STACK and getattr(config, "gated_stacks", False) else 1
         firsts = range(0, rows * size, size)
         return [(range(first + part, first + size, parts),) for first in firsts for part in range(parts)]
-    if isinstance(config, RotaryConfig) and parameter.name.endswith(GATED):
-        return [(range(first, rows, 2),) for first in (0, 1)]
+    if parameter.name.endswith(GATED):
+        from dtgpt.models.rotary import RotaryConfig  # here: not every architecture has rows of gates
+
+        if isinstance(config, RotaryConfig):
+            return [(range(first, rows, 2),) for first in (0, 1)]
     if parameter.role is not Role.QKV or parameter.block is None:
         return [(range(rows),)]
     for core in inventory(config).cores(parameter.block):  # heads are stored by group: queries, a key, a value

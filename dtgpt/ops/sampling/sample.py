@@ -15,7 +15,6 @@ or sums of whole numbers, which have no order. Rules that change logits before a
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,30 +34,14 @@ def sample_reference(
     parameters = unpack(sequences.parameters[slots])
     values = logits[:, : columns or vocab_size].float()
     measured, edited = values, values
-    if variant.edits or variant.ngram:
-        measured, edited = logit_rules()(values, sequences, slots, parameters, variant)
-    if variant.masks:
-        edited = masked(edited, sequences, slots)
+    for rule in seams.listed("logit_rules", variant):
+        measured, edited = rule(measured, edited, sequences, slots, variant)
     edited = edited[:, :vocab_size]
-    if variant.beams:
-        ids, logprobs = beam_candidates(measured, edited, variant.alternatives)
+    if variant.candidates:
+        ids, logprobs = candidates_of(measured, edited, variant.alternatives)
         return Sampled(ids[:, 0], logprobs[:, 0], ids, logprobs)
     tokens = choose(edited, sequences.position[slots], parameters, variant.filters)
     return Sampled(tokens, *log_probabilities(measured, tokens, variant.alternatives))
-
-
-def masked(values: Tensor, sequences: Sequences, slots: Tensor) -> Tensor:
-    """Return values `[B, V]` with -inf at the ids that the host does not allow after each sequence."""
-    bits = torch.arange(32, dtype=torch.int32, device=values.device)
-    allowed = (sequences.allowed[slots][:, :, None] >> bits & 1).flatten(1)  # [B, 32 W]
-    columns = min(values.shape[1], allowed.shape[1])  # what is behind, no row may choose
-    return values[:, :columns].masked_fill(allowed[:, :columns] == 0, -math.inf)
-
-
-def logit_rules() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what changes values before a token is chosen: of (values, sequences, slots, parameters, variant), those
-    of which log-probabilities are measured, and those of which one is chosen. Raise UserError where there are none."""
-    return seams.first("logit_rules", "penalties, biases and bans need rules, and this dtgpt has none; leave them out")
 
 
 def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +59,7 @@ def log_softmax(values: Tensor) -> Tensor:
     return torch.log_softmax(values, dim=-1, dtype=torch.float64 if on_cpu else None).float()
 
 
-def beam_candidates(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def candidates_of(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities `[B, count]` of the likeliest tokens after the rules, which made `edited`, for
     the ids that may be drawn, of the values fp32 `[B, V]`. Log-probabilities change as the values did and are not
     normalised again, which is transformers' rule of beam search."""

@@ -79,7 +79,7 @@ class Variant(NamedTuple):
     edits: bool = False  # colon rule, logit bias, penalties, bans of endings
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return
-    beams: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules: candidates of beams
+    candidates: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules
     masks: bool = False  # the host says which ids may come next
 
 

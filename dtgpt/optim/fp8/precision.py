@@ -17,7 +17,6 @@ class Fp8(Precision):
     """bf16, but for the matrix products of blocks."""
 
     dtype = torch.bfloat16
-    help = "bf16, with the matrix products of blocks in 8 bits"
 
     def check_device(self, device: torch.device) -> None:
         check_fp8(device)
@@ -51,7 +50,7 @@ def fp8_notes(
     model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, seq_length: int, device_type: str
 ) -> list[str]:
     """Return why fp8 is slow here, though right; nothing where it is fast."""
-    from dtgpt.ops.fp8.product import STEP  # here, since a recipe in another precision reads this file's help
+    from dtgpt.ops.fp8.product import STEP  # here, since others read names of this file alone
 
     if inventory(model).has(Role.ROUTER):
         return ["precision=fp8 computes attention and shared MLPs with products of 8 bits, and experts in bf16"]

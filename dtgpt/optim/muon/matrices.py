@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.models.inventory import Shape
+from dtgpt.models.roles import MATRICES, STACKS, Role
 from dtgpt.parallel.layout import Region, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, layout_of
@@ -21,6 +23,12 @@ ROUND = 1 << 25  # elements that an owner takes in a round, but for a larger mat
 
 Tensors = Mapping[int, Tensor]  # by the index of the shard
 Pending = Callable[[], dict[int, Tensor]]  # waits for the messages, and returns what they brought
+
+
+def is_orthogonalized(shape: Shape, role: Role | None) -> bool:
+    """Return whether a parameter is a matrix of a block, or a stack of these. shape: of the whole; role: of its
+    module."""
+    return len(shape) - (role in STACKS) > 1 and role in (*MATRICES, *STACKS)
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:

@@ -8,14 +8,9 @@ from itertools import groupby
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
-from dtgpt.models.roles import MATRICES, STACKS, Role
 from dtgpt.models.shared.packed import pieces
-from dtgpt.optim.muon.matrices import owners_of, rounds_of
+from dtgpt.optim.muon.matrices import is_orthogonalized, owners_of, rounds_of
 from dtgpt.optim.muon.newton_schulz import flops
-
-
-def is_orthogonalized(shape: Shape, role: Role | None) -> bool:
-    return len(shape) - (role in STACKS) > 1 and role in (*MATRICES, *STACKS)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from dtgpt.models.roles import Role
 from dtgpt.models.shared.packed import Rows, pieces
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import checked
-from dtgpt.optim.muon.matrices import Matrices, Pending
-from dtgpt.optim.muon.memory import is_orthogonalized, update_bytes
+from dtgpt.optim.muon.matrices import Matrices, Pending, is_orthogonalized
 from dtgpt.optim.muon.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.shards import Shard, Shards
@@ -85,6 +84,8 @@ class MuonConfig(OptimizerConfig):
         return math.prod(shape[:-2]) * flops(shape[-2], shape[-1], self.newton_schulz_steps)
 
     def update_bytes(self, model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
+        from dtgpt.optim.muon.memory import update_bytes  # here, since who trains does not ask
+
         return update_bytes(self.newton_schulz_steps, self.per_head, model, blocks, ranks, parts, width)
 
     def factor(self, rows: int, columns: int) -> float:

@@ -4,13 +4,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
-from dtgpt.checkpoint.open import Own, SourceFormat, is_of_dtgpt, open_source
+from dtgpt.checkpoint.open import Own, is_of_dtgpt, open_source
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.lora.source import AddendFormat
 
 
-class RowsFormat(SourceFormat):
+class RowsFormat(AddendFormat):
     def completed(self, path: Path, checkpoint: Checkpoint, mesh: Mesh | None, own: Own) -> Source | None:
         from dtgpt.posttrain.add_tokens.source import Saved, ids_of
         from dtgpt.posttrain.lora.checkpoint import base_of, merged

@@ -2,7 +2,6 @@
 in a file. Whatever takes a tokenizer takes such a name: `dtgpt prepare --tokenizer 'MODEL + tokens.txt'`,
 `--data.tokenizer_file`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
@@ -15,10 +14,10 @@ class WithTokens(TokenizerFormat):
     def is_called(self, name: str) -> bool:
         return AND in name
 
-    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    def make(self, name: str) -> Tokenizer:
         from dtgpt.posttrain.add_tokens.tokens import read_tokens, with_tokens
 
-        base, _, file = kind.rpartition(AND)
+        base, _, file = name.rpartition(AND)
         return with_tokens(open_tokenizer(base), read_tokens(Path(file)), file)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from dtgpt.config.recipe_rules import PRECISIONS
 from dtgpt.config.sections import Section
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.rules import Changed, Given, Is, Missing, Rule, Rules
@@ -30,7 +31,7 @@ class DpoConfig(Section):
             "dpo.beta={dpo.beta:g}, but scales of {precision} change from step to step, and log-probabilities with "
             "them; use --precision bf16",
             Given("dpo.beta"),
-            Given("has_added_precision"),
+            Is("precision", "not in", PRECISIONS),
         ),
     )
     new_weights_rules: ClassVar[Rules] = (

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dtgpt.config.execution import MOST_SLOTS, Settings, Switch
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe_rules import PRECISIONS
 from dtgpt.posttrain.demands import Rows, SampleMaker
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
@@ -146,7 +147,7 @@ RULES: Rules = (  # of a recipe in which it is on
     Rule(
         "grpo.group={grpo.group}, but precision={precision} draws answers in 16 bits and trains in 8; use --precision "
         "bf16",
-        Given("has_added_precision"),
+        Is("precision", "not in", PRECISIONS),
     ),
 )
 RULES_OF_OFF: Rules = (

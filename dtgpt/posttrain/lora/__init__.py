@@ -8,4 +8,5 @@ CAPABILITY = Capability(
     initial_values=("dtgpt.posttrain.lora.adapters:initialize_adapters",),
     bases=("dtgpt.posttrain.lora.base:BASE",),
     sources=("dtgpt.posttrain.lora.source:ADAPTERS",),
+    addends=("dtgpt.posttrain.lora.source:with_addend",),
 )

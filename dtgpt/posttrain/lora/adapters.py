@@ -27,7 +27,7 @@ from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.shared.packed import pieces
 from dtgpt.ops.local_tensors import Function, on_local_tensors
 from dtgpt.ops.random.philox import fold, normal, row_chunks
-from dtgpt.parallel.layout import ZERO, ParameterLayout
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.lora.config import LoraConfig
@@ -67,6 +67,12 @@ def count_packed(parameter: Parameter, config: ModelConfig) -> int:
     return 1 if len(parameter.shape) > 2 else len(pieces(config, parameter))
 
 
+def cut_from_the_end(layout: ParameterLayout, axis: str) -> int | None:
+    """Return the dimension of a matrix, or a stack of matrices, that an axis cuts, OUTPUTS or INPUTS; None for a
+    vector, or where it cuts none."""
+    return layout.cuts[axis] - len(layout.shape) if axis in layout.cuts and len(layout.shape) > 1 else None
+
+
 def layouts_of(
     weight: ParameterLayout, parameter: Parameter, config: ModelConfig, rank: int
 ) -> tuple[ParameterLayout, ParameterLayout]:
@@ -74,7 +80,7 @@ def layouts_of(
     columns."""
     shapes = shapes_of(parameter, config, rank)
     whole = [axis for axis in weight.cuts if axis not in ZERO]
-    rows, columns = ([axis for axis in whole if weight.cut_from_the_end(axis) == dim] for dim in (-2, -1))
+    rows, columns = ([axis for axis in whole if cut_from_the_end(weight, axis) == dim] for dim in (OUTPUTS, INPUTS))
     a, b = (
         replace(
             weight,

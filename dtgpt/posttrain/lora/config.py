@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
+from dtgpt.config.recipe_rules import PRECISIONS
 from dtgpt.config.sections import Section
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, inventory
@@ -57,7 +58,7 @@ class LoraConfig(Section):
             "lora.rank={lora.rank}, but adapters are not computed with products in {precision}; use --precision bf16 "
             "or --lora.rank 0",
             Given("lora.rank"),
-            Given("has_added_precision"),
+            Is("precision", "not in", PRECISIONS),
         ),
         Rule(
             "lora.rank={lora.rank}, but reduce={reduce} sums the gradients of whole weights alone; use --reduce fast "

@@ -3,13 +3,32 @@
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.open import Own, SourceFormat, is_of_dtgpt, open_checkpoint, open_source
+from dtgpt.checkpoint.open import Own, SourceFormat, formats, is_of_dtgpt, open_checkpoint, open_source
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
 
-class AdapterFormat(SourceFormat):
+class AddendFormat(SourceFormat):
+    """A format of what may be added to the weights of a model."""
+
+    addends = ""  # what a user may give, for messages
+
+    def takes_addend(self, path: Path) -> bool:
+        """Return whether `path` holds what this format can add to the weights of another model."""
+        return False
+
+    def with_addend(self, source: Source, path: Path, addend: Path, mesh: Mesh | None) -> Source:
+        """Return `source`, the model at `path`, with what is at `addend`, of which `takes_addend` is true."""
+        raise NotImplementedError
+
+    def explain(self, path: Path) -> str | None:
+        if self.takes_addend(path):
+            return f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}"
+        return super().explain(path)
+
+
+class AdapterFormat(AddendFormat):
     addends = "a run of dtgpt with --lora.rank, one of its checkpoints"
 
     def completed(self, path: Path, checkpoint: Checkpoint, mesh: Mesh | None, own: Own) -> Source | None:
@@ -33,6 +52,17 @@ class AdapterFormat(SourceFormat):
 
 
 ADAPTERS = AdapterFormat()
+
+
+def with_addend(source: Source, path: Path, addend: Path, mesh: Mesh | None = None) -> Source:
+    """Return `source`, the model at `path`, with what is at `addend` added to its weights. Raise UserError where no
+    capability knows it, or it is for another model."""
+    known = [form for form in formats() if isinstance(form, AddendFormat)]
+    form = next((form for form in known if form.takes_addend(addend)), None)
+    if form is None:
+        give = ", or ".join(form.addends for form in known if form.addends)
+        raise UserError(f"{addend} holds no adapter; give {give}")
+    return form.with_addend(source, path, addend, mesh)
 
 
 def open_adapter(path: Path, mesh: Mesh | None = None, own: Own = None) -> Checkpoint:

@@ -19,11 +19,11 @@ from dtgpt.run.console.line import SHOWN, progress_line
 from dtgpt.run.report import RunReport, known_values
 from dtgpt.util.console import counted, parameters, say
 from dtgpt.util.hardware import total_memory
-from dtgpt.util.machine.large_models import large_for_a_cpu
 from dtgpt.util.machine.machine import peak_flops
 from dtgpt.util.shared.device_words import device_name, number_types
 from dtgpt.util.shared.words import duration, hanging
 
+LARGE_FOR_A_CPU = 50_000_000  # parameters
 HANG = 8  # the column in which the lines of the header begin
 
 
@@ -44,9 +44,10 @@ class ConsoleReport(RunReport):
         self.talks = "chat_template" in data.tokenizer.additions
         samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)
         say(self._header(f"{first} to {whole}" if self.ramps else f"{whole}", data, samples))
-        caution = large_for_a_cpu(settings.model, settings.global_batch_size, settings.seq_length)
-        if self.device.type == "cpu" and caution:
-            say(caution, warning=True)
+        if self.device.type == "cpu" and settings.model.num_parameters >= LARGE_FOR_A_CPU:
+            from dtgpt.util.machine.large_models import caution_about
+
+            say(caution_about(settings.model, settings.global_batch_size, settings.seq_length), warning=True)
         return self
 
     def _samples(self, data: Dataset, length: int, evaluated: int) -> str:

@@ -65,7 +65,7 @@ class OtherModel(OwnRun):
     def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:
         # A recipe file does not decide for a tokenizer that another model than this one was trained with.
         if not set(named_in(asked.data)).isdisjoint(given):
-            asked = replace(asked, data=replace(asked.data, other_tokenizer=True))
+            asked = replace_values(asked, {"data.other_tokenizer": True})
         return self.with_dimensions(asked, given)
 
     def with_dimensions(self, asked: Recipe, given: Collection[str]) -> Recipe:

@@ -5,14 +5,11 @@ from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.util.console import parameters
 from dtgpt.util.shared.words import duration
 
-LARGE_FOR_A_CPU = 50_000_000  # parameters
 CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 
 
-def large_for_a_cpu(model: ModelConfig, global_batch_size: int, seq_length: int) -> str | None:
-    """Return a caution where a model is so large that a CPU takes minutes for a step."""
-    if model.num_parameters < LARGE_FOR_A_CPU:
-        return None
+def caution_about(model: ModelConfig, global_batch_size: int, seq_length: int) -> str:
+    """Return a caution about a model that is so large that a CPU takes minutes for a step."""
     tokens = global_batch_size * seq_length
     time = duration(flops_per_token(model, seq_length) * tokens / CPU_FLOPS)
     return (

@@ -4,14 +4,14 @@ three more, rules on logits two. torch would launch six to record the tokens of 
 from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, has_triton
-from dtgpt.ops.sampling.sample import masked
 from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
+from dtgpt.util import seams
 
 
 def _takes(
     logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant, columns: int | None
 ) -> bool:
-    return not variant.beams and has_triton(logits)  # a beam search draws nothing
+    return not variant.candidates and has_triton(logits)  # a beam search draws nothing
 
 
 def _sample(
@@ -22,7 +22,8 @@ def _sample(
 
     measured = logits if logits.stride(1) == 1 else logits.contiguous()
     edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured
-    edited = masked(edited, sequences, slots) if variant.masks else edited
+    for rule in seams.listed("logit_rules", variant._replace(edits=False, ngram=0)):  # those that are left
+        _, edited = rule(measured, edited, sequences, slots, variant)
     return launch_sample(measured, edited, sequences, slots, vocab_size, variant, columns or vocab_size)
 
 
