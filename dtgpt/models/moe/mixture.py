@@ -113,7 +113,8 @@ class Experts(nn.Module):
     def __init__(self, config: ExpertsConfig):
         super().__init__()
         count, bias = config.num_experts, config.expert_biases
-        self.count, self.activation = count, activation(config.activation, gated=True)
+        self.count, self.activation_name = count, config.activation
+        self.activation = activation(config.activation, gated=True)
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
