@@ -348,8 +348,8 @@ BLOCKS = (
         serves=has_triton,
         run=_run_rows,
         why_not=why_no_triton,
-        when="16 bits, heads of 16, 32, 64 or 128; GPT-2 and LLaMA blocks with tanh-GELU or SwiGLU, and such with "
-        "experts, that see all tokens",
+        when="16 bits, heads of 16, 32, 64 or 128; GPT-2 and LLaMA blocks with tanh-GELU, SwiGLU or "
+        "experts that see all tokens",
     ),
     Kernel(
         name="Triton, exact",

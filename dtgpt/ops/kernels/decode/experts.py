@@ -9,7 +9,7 @@ result is rounded alike. Sharding rule: F may be sharded; each rank has an adden
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, Routing, choose, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, RouterWeights
-from dtgpt.ops.kernels.devices import has_hopper
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton
+from dtgpt.ops.linear import may_split
 from dtgpt.ops.more_activations import FUNCTIONS, GATED
 
 FEW = 16  # rows of a tile of these kernels
@@ -178,3 +179,27 @@ def sums_of(made: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.d
     from dtgpt.ops.kernels.expert_kernels import weighted_rows  # imported on first use, since it needs Triton
 
     return weighted_rows(made, weights, places, dtype)
+
+
+def _takes_choice(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Routing) -> bool:
+    few = x.numel() <= FEW * x.shape[-1]
+    return few and may_split() and has_triton(x) and type(weight.data) is Tensor and ranks(rule, len(weight))
+
+
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Routing) -> Choice:
+    choice = choice_of(logits_of(x.flatten(0, -2).contiguous(), weight, bias), rule)
+    return Choice(*(each.view(*x.shape[:-1], rule.chosen) for each in choice))
+
+
+def _takes_sums(x: Tensor, choice: Choice, first: Tensor, *others: Any) -> bool:
+    sizes = x.dtype.itemsize <= 4 and others[-1] in ACTIVATIONS
+    return sizes and 0 < len(x) <= FEW and may_split() and has_triton(x)
+
+
+def _sum(x: Tensor, choice: Choice, *others: Any) -> Tensor:
+    return sums_of(few_products(x.contiguous(), choice, *others), choice.weights, None, x.dtype)
+
+
+FEW_TOKENS = f"decode steps of up to {FEW} tokens, not exact"
+CHOICE = (by_triton(_choose, _takes_choice, f"{FEW_TOKENS}; softmax"),)
+SUMS = (by_triton(_sum, _takes_sums, FEW_TOKENS),)
