@@ -168,7 +168,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.scores", ()),
     ("dtgpt.inference.library", ("dtgpt.inference.scores",)),
     ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
-    ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
+    ("dtgpt.inference.kernels", ("dtgpt.models.families", "dtgpt.models.moe", "dtgpt.ops.kernels")),
     (
         "dtgpt.serve",
         (

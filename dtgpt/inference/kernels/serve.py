@@ -171,6 +171,8 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
         return None
     if len(cache.layers) != len(blocks) or not all(map(_has_kernels, blocks)):
         return None
+    if exact and any(decode_weights(block).router is not None for block in blocks):
+        return None  # the modules have these bits
     layers = iter(cache.layers)
     kind = ExactStage if exact else FusedStage
     fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]

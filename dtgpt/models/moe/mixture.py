@@ -15,6 +15,7 @@ from dtgpt.models.binding import PLAIN, Binding
 from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
+from dtgpt.ops.experts import few
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
@@ -67,6 +68,8 @@ class Router(nn.Module):
         self.correction = Correction(config.num_experts) if config.corrects_choice else None
 
     def forward(self, x: Tensor) -> Choice:
+        if self.correction is self.balance is self.seen is None and not torch.is_grad_enabled():
+            return few.CHOICE(x, self.weight, self.bias, self.rule)
         logits, correction = router_logits(x, self.weight, self.bias), None
         if self.correction is not None:
             logits, correction = self.correction(logits), self.correction.bias.detach()
@@ -93,11 +96,15 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert. filled: whether no rows lie behind these."""
+        given, multiply = (x, *self.held(x)), partial(grouped_linear, ends=ends, filled=filled)
+        return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
+
+    def held(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what this rank has of weight and bias, in the type of x."""
         bias = None if self.bias is None else self._held(self.bias, x)
         if bias is not None and self.bound.through is not None:
             bias = self.bound.through(bias)
-        given, multiply = (x, self._held(self.weight, x), bias), partial(grouped_linear, ends=ends, filled=filled)
-        return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
+        return self._held(self.weight, x), bias
 
     def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
         """Return what this rank has of a parameter, in the type of x."""
@@ -113,7 +120,8 @@ class Experts(nn.Module):
     def __init__(self, config: ExpertsConfig):
         super().__init__()
         count, bias = config.num_experts, config.expert_biases
-        self.count, self.activation = count, activation(config.activation, gated=True)
+        self.count, self.activation_name = count, config.activation
+        self.activation = activation(config.activation, gated=True)
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
@@ -123,6 +131,9 @@ class Experts(nn.Module):
 
     def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return the sums `[N, H]` of tokens x `[N, H]`. run: in place of `products`."""
+        plain = self.gate_up.bound.product is self.down.bound.product is None
+        if run is None and plain and not torch.is_grad_enabled():
+            return few.SUMS(x, choice, *self.gate_up.held(x), *self.down.held(x), self.activation_name)
         order = sorted_rows(choice.experts, self.count)
         made = (run or self.products)(gathered(x, order), order.ends)
         return summed(made, choice.weights, order)

@@ -24,6 +24,8 @@ CAPABILITY = Capability(
         "bias_relu2": "dtgpt.ops.kernels.pointwise:BIAS_RELU2",
         "swiglu": "dtgpt.ops.kernels.pointwise:SWIGLU",
         "gated": "dtgpt.ops.kernels.pointwise:GATED",
+        "choice": "dtgpt.ops.kernels.decode.experts:CHOICE",
+        "expert_sums": "dtgpt.ops.kernels.decode.experts:SUMS",
         "grouped_product": "dtgpt.ops.kernels.experts:GROUPED_PRODUCT",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",

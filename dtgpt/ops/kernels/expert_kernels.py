@@ -83,13 +83,14 @@ def outer_kernel(dy, x, ends, dweight, N, K, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def weighted_kernel(y, weights, places, out, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a part of one token's sum `[F]` over its slots of weight times row of y."""
+    """Write a part of one token's sum `[F]` over its slots of weight times row of y; places None: as they lie."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(SLOTS):
-        row = tl.load(places + token * SLOTS + slot)
-        weight = tl.load(weights + token * SLOTS + slot)
+        at = token * SLOTS + slot
+        row = at if places is None else tl.load(places + at)
+        weight = tl.load(weights + at)
         total += weight * tl.load(y + row * F + columns, columns < F, 0.0).to(tl.float32)
     tl.store(out + token * F + columns, total.to(out.dtype.element_ty), columns < F)
 
@@ -141,11 +142,12 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dweight
 
 
-def weighted_rows(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Return what the operation does of a contiguous y `[M, F]`."""
-    (count, slots), size = places.shape, y.shape[1]
+def weighted_rows(y: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what the operation does of a contiguous y `[M, F]`, in its type or in another one. places None: y has the
+    rows of slots in order."""
+    (count, slots), size = weights.shape, y.shape[1]
     y, weights = y.contiguous(), weights.contiguous()
-    out = torch.empty(count, size, dtype=y.dtype, device=y.device)
+    out = torch.empty(count, size, dtype=dtype or y.dtype, device=y.device)
     block = min(triton.next_power_of_2(size), COLUMNS)
     weighted_kernel[(count, triton.cdiv(size, block))](y, weights, places, out, size, SLOTS=slots, BLOCK=block)
     return out

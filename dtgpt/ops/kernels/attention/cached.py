@@ -53,13 +53,14 @@ def stage_bytes(keys: Tensor) -> int:
 
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None,
-    rule: AttentionRule = PLAIN_RULE,
+    rule: AttentionRule = PLAIN_RULE, joint: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
     dense, over what `attend_rows` describes, k and v of the new tokens being in the cache.
 
     rotary: normalise and rotate q first, and write k, likewise, and v of the new tokens, which lie behind the q of
-    their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`. rule: its scale and its sinks count here.
+    their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`. rule: its scale and its sinks count here. joint:
+    the norms are of all heads together, `[N D]` and `[N_kv D]`, and q, k and v are bounded by this; 0: they are not.
     """
     rows, kv_heads, group, size = q.shape
     length, heads = keys.shape[2], kv_heads * group
@@ -71,7 +72,10 @@ def decode_attention(
     spread = spread_splits(splits, rows, room)
     pdl, queries = has_hopper(q.device), 1 << (group - 1).bit_length()
     table = None if rotary is None else rotary.table
-    if rotary is not None and rotary.normalises():  # in fp64, which all programs of a head would repeat
+    if rotary is not None and joint is not None:
+        turned = _turn_jointly(q, keys, values, slots, positions, rotary, joint)
+        q, table = turned, None
+    elif rotary is not None and rotary.normalises():  # in fp64, which all programs of a head would repeat
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kernels().rotate_kernel[(kv_heads, rows)](
             q, turned, keys, values, slots, positions, *rotary, *q.stride()[:2], rotary.table.shape[1],
@@ -92,6 +96,23 @@ def decode_attention(
         launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _turn_jointly(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary, limit: float
+) -> Tensor:
+    """Return the queries of a packed projection, normalised over all heads and rotated, and write k and v."""
+    from dtgpt.ops.kernels.attention.joint_kernels import joint_rotate_kernel  # imported on first use: needs Triton
+
+    (rows, kv_heads, group, size), pdl = q.shape, has_hopper(q.device)
+    turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    joint_rotate_kernel[(kv_heads, rows)](
+        q, turned, keys, values, slots, positions, *rotary, q.stride(0), rotary.table.shape[1], LIMIT=limit,
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=1 << (group - 1).bit_length(),
+        HEADS=1 << (kv_heads * (group + 2) - 1).bit_length(), SIZE=size, LENGTH=keys.shape[2], PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return turned
 
 
 def exact_attention(

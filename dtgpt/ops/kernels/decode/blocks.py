@@ -1,5 +1,5 @@
-"""Transformer blocks for one token each of M sequences, in eight launches a block, nine where heads are normalised, or
-five where M is small (`rows`).
+"""Transformer blocks for one token each of M sequences, in eight launches a block, nine where heads are normalised, one
+more where the MLPs are experts (`experts`), or five where M is small (`rows`).
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.kernels.attention.cached import decode_attention
+from dtgpt.ops.kernels.decode import experts
 from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
@@ -135,8 +136,17 @@ class Residual(NamedTuple):
     """A residual stream, whose last branch is still to be added."""
 
     x: Tensor  # [M, H]
-    branch: Tensor | None = None  # fp32 [G, M, H]: the groups of a sum
+    branch: Tensor | None = None  # fp32 [G, M, H]: the groups of a sum; with weights the rows [R, H] of slots
     bias: Tensor | None = None  # [H], of the branch
+    weights: Tensor | None = None  # fp32 [M, k] of slots
+    places: Tensor | None = None  # int64 [M, k]: the row of each slot; None: they are in the order of the weights
+
+    @property
+    def groups(self) -> int:
+        """The number of addends of the branch."""
+        if self.branch is None:
+            return 0
+        return len(self.branch) if self.weights is None else self.weights.shape[1]
 
     def whole(self) -> Tensor:
         """Return the sum `[M, H]`."""
@@ -166,13 +176,13 @@ def embed(tokens: Tensor, positions: Tensor, weights: EmbeddingWeights) -> Tenso
 
 def residual_norm(stream: Residual, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return (total, LayerNorm(total)), `[M, H]` each, of a residual stream with its branch; bias None: an RMSNorm."""
-    x, branch, branch_bias = stream
+    x, branch, branch_bias, weights, places = stream
     rows, size = x.shape
     out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
     pdl = has_hopper(x.device)
     kernels().norm_kernel[(rows,)](
-        x, branch, branch_bias, weight, bias, total, out, rows, size, eps,
-        GROUPS=0 if branch is None else len(branch), BLOCK=1 << (size - 1).bit_length(), PDL=pdl,
+        x, branch, branch_bias, weights, places, weight, bias, total, out, rows, size, eps,
+        GROUPS=stream.groups, BLOCK=1 << (size - 1).bit_length(), PDL=pdl,
         num_warps=8 if size < 2048 else 16, launch_pdl=pdl,
     )  # fmt: skip
     return total, out
@@ -233,7 +243,23 @@ def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
         queries = packed.view(len(h), keys.shape[1], -1, block.head_dim)[:, :, :-2]
         return decode_attention(queries, keys, values, slots, positions).flatten(1)
     packed = product(h, block.qkv, block.qkv_bias, "plain").view(len(h), keys.shape[1], -1, block.head_dim)
-    return decode_attention(packed[:, :, :-2], keys, values, slots, positions, block.rotary).flatten(1)
+    heads = decode_attention(packed[:, :, :-2], keys, values, slots, positions, block.rotary, joint=block.joint)
+    return heads.flatten(1)
+
+
+def run_experts(stream: Residual, block: BlockWeights, all_reduce: AllReduce | None) -> Residual:
+    """Return the stream with the branch of experts, from that before their norm."""
+    router = block.router
+    assert router is not None
+    if len(stream.x) <= experts.JOINED:
+        x, h, logits = experts.norm_and_route(stream, stream.groups, block.norm_2, block.eps, router)
+    else:
+        x, h = residual_norm(stream, block.norm_2, None, block.eps)
+        logits = experts.logits_of(h, router.weight, router.bias)
+    made, weights, places = experts.rows_of(h, logits, block)
+    if all_reduce is None:
+        return Residual(x, made, None, weights, places)
+    return Residual(x, all_reduce(experts.sums_of(made, weights, places)[None]))
 
 
 def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], ranks: int = 1) -> RowKernels | None:
@@ -280,6 +306,9 @@ def _run_rows(
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
         heads = attend(h, block, Write(k, v, slots, positions))
         stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
+        if block.router is not None:
+            stream = run_experts(stream, block, all_reduce)
+            continue
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
         inner = product(h, block.fc, block.fc_bias, str(block.activation))
         stream = Residual(x, branch_of(inner, block.out), block.out_bias)
@@ -319,7 +348,8 @@ BLOCKS = (
         serves=has_triton,
         run=_run_rows,
         why_not=why_no_triton,
-        when="16 bits, heads of 16, 32, 64 or 128; GPT-2 and LLaMA blocks with tanh-GELU or SwiGLU that see all tokens",
+        when="16 bits, heads of 16, 32, 64 or 128; GPT-2 and LLaMA blocks with tanh-GELU, SwiGLU or "
+        "experts that see all tokens",
     ),
     Kernel(
         name="Triton, exact",

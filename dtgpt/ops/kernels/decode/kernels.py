@@ -59,10 +59,52 @@ def embed_kernel(tokens, positions, table, places, out, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def summed_row(
+    x, branch, branch_bias, slot_weights, places, row, rows, H, column, inside, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Return a row of x `[M, H]` plus that of its branch, as `norm_kernel` has it."""
+    here = row * H + column
+    value = tl.load(x + here, inside, 0.0)
+    if GROUPS > 0:
+        if slot_weights is not None:
+            added = tl.zeros(column.shape, tl.float32)
+            for slot in tl.static_range(0, GROUPS):
+                at = row * GROUPS + slot
+                own = at if places is None else tl.load(places + at)
+                factor = tl.load(slot_weights + at)
+                added += factor * tl.load(branch + own * H + column, inside, 0.0).to(tl.float32)
+        else:
+            added = tl.load(branch + here, inside, 0.0)
+            for group in tl.static_range(1, GROUPS):
+                added += tl.load(branch + group * rows * H + here, inside, 0.0)
+        if branch_bias is not None:
+            added += tl.load(branch_bias + column, inside, 0.0).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
+    return value
+
+
+@triton.jit
+def normed_row(value, w, b, H, eps):
+    """Return fp32 LayerNorm of a row with weight w and bias b, fp32; b None: its RMSNorm."""
+    wide = value.to(tl.float64)
+    if b is None:
+        rstd = (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / H + eps)).to(tl.float32)
+        normed = value.to(tl.float32) * rstd * w
+    else:
+        mean = tl.sum(wide, 0) / H
+        variance = tl.maximum(tl.sum(wide * wide, 0) / H - mean * mean, 0.0)
+        rstd = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
+        normed = tl.fma((value.to(tl.float32) - mean.to(tl.float32)) * rstd, w, b)
+    return normed
+
+
+@triton.jit
 def norm_kernel(
     x,
     branch,
     branch_bias,
+    slot_weights,
+    places,
     weight,
     bias,
     total,
@@ -77,36 +119,22 @@ def norm_kernel(
     """Write total = x + (sum over the groups of `branch` + its bias), and out = LayerNorm(total), of one row; bias
     None: RMSNorm(total).
 
-    x, total, out: `[M, H]`; branch: fp32 `[GROUPS, M, H]`. GROUPS 0: no branch, and `total` is not written.
-    branch_bias None: the branch has none.
+    x, total, out: `[M, H]`; branch: fp32 `[GROUPS, M, H]`, or with slot_weights fp32 `[M, GROUPS]` rows `[R, H]`, each
+    of which is multiplied by its weight: those at places int64 `[M, GROUPS]`; places None: in the order of the weights.
+    GROUPS 0: no branch, and `total` is not written. branch_bias None: the branch has none.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
     w = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    b = None
     if bias is not None:
         b = tl.load(bias + column, inside, 0.0).to(tl.float32)
     begin(PDL)
-    here = row * H + column
-    value = tl.load(x + here, inside, 0.0)
+    value = summed_row(x, branch, branch_bias, slot_weights, places, row, rows, H, column, inside, GROUPS)
     if GROUPS > 0:
-        added = tl.load(branch + here, inside, 0.0)
-        for group in tl.static_range(1, GROUPS):
-            added += tl.load(branch + group * rows * H + here, inside, 0.0)
-        if branch_bias is not None:
-            added += tl.load(branch_bias + column, inside, 0.0).to(tl.float32)
-        value = (value.to(tl.float32) + added).to(value.dtype)
-        tl.store(total + here, value, inside)
-    wide = value.to(tl.float64)
-    if bias is None:
-        rstd = (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / H + eps)).to(tl.float32)
-        normed = value.to(tl.float32) * rstd * w
-    else:
-        mean = tl.sum(wide, 0) / H
-        variance = tl.maximum(tl.sum(wide * wide, 0) / H - mean * mean, 0.0)
-        rstd = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
-        normed = tl.fma((value.to(tl.float32) - mean.to(tl.float32)) * rstd, w, b)
-    tl.store(out + here, normed.to(out.dtype.element_ty), inside)
+        tl.store(total + row * H + column, value, inside)
+    tl.store(out + row * H + column, normed_row(value, w, b, H, eps).to(out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -129,6 +129,8 @@ def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
 def serves(block: BlockWeights) -> bool:
     """Return whether the kernels compute blocks of this kind: with norms that are alike, GELU, or SwiGLU without a
     bias, learned or rotary positions."""
+    if block.router is not None or block.joint is not None:
+        return False
     rotary, activation = block.rotary, block.activation
     alike = (block.norm_1_bias is None) == (block.norm_2_bias is None)
     known = activation == "gelu" or (activation == "swiglu" and block.fc_bias is None)

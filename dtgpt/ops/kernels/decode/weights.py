@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.fp8.fused import Name
+from dtgpt.ops.experts.routing import Routing
 
 
 class EmbeddingWeights(NamedTuple):
@@ -27,9 +27,17 @@ class Rotary(NamedTuple):
         return self.q_norm is not None or self.k_norm is not None
 
 
+class RouterWeights(NamedTuple):
+    """What chooses the experts of a token, by a softmax."""
+
+    weight: Tensor  # [E, H]
+    bias: Tensor | None  # [E]
+    rule: Routing
+
+
 class BlockWeights(NamedTuple):
-    """A pre-norm block: norm, attention, norm, MLP of two matrices. Where the biases of the norms are None, they are
-    RMSNorms; else LayerNorms.
+    """A pre-norm block: norm, attention, norm, MLP of two matrices, or with a router two stacks of them. Where the
+    biases of the norms are None, they are RMSNorms; else LayerNorms.
 
     Under tensor parallelism each rank has its own heads and its own part of F.
     """
@@ -42,14 +50,17 @@ class BlockWeights(NamedTuple):
     proj_bias: Tensor | None  # [H]
     norm_2: Tensor  # [H]
     norm_2_bias: Tensor | None  # [H]
-    fc: Tensor  # [F, H]; of "swiglu" [2 F, H]: gate 0, up 0, gate 1, up 1, ...
+    fc: Tensor  # [F, H]; of "swiglu" [2 F, H]: gate 0, up 0, gate 1, up 1, ...; of experts [E, 2 F, H]
     fc_bias: Tensor | None
-    out: Tensor  # [H, F]
+    out: Tensor  # [H, F]; of experts [E, H, F]
     out_bias: Tensor | None  # [H]
     eps: float  # of both norms
     head_dim: int  # D
-    activation: Name | None = "gelu"  # None: one that kernels do not know
+    activation: str | None = "gelu"  # or "swiglu"; of experts a name of a gate's; None: kernels do not know it
     rotary: Rotary | None = None  # None: positions are learned
+    router: RouterWeights | None = None  # None: one MLP
+    # The norms in `rotary` are of all heads together, [N D] and [N_kv D], and q, k and v are bounded by this, 0: not.
+    joint: float | None = None
 
 
 class HeadWeights(NamedTuple):
