@@ -254,6 +254,21 @@ def test_norms_of_heads_have_the_gradients_of_their_definition():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_has_the_same_gradients_without_the_others():
+    """Also where the gradient of keys is a view with its columns apart, as products of scores leave it."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    heads, weights, dy = draw(1, 4, 4, 3, 14), [draw(14), draw(14)], draw(1, 4, 14, 4)  # B, N, D, T
+
+    def gradient(first, count):
+        qkv = heads[:, :, first : first + count].clone().requires_grad_()
+        with rows_summed_by(PiecewiseRows(Share(4), Share, 4 // count)):
+            _, k, _ = rotary_qkv(qkv, None, Rotation(), 4, *weights, 1e-5)
+        k.backward(dy[:, first : first + count].clone().permute(0, 3, 1, 2))
+        return qkv.grad
+
+    assert torch.equal(torch.cat([gradient(head, 1) for head in range(4)], dim=2), gradient(0, 4))
+
+
 def test_operands_are_copied_where_their_place_differs():
     x = torch.arange(64.0).view(8, 8)
     assert products.operand(x) is x
