@@ -4,14 +4,13 @@ import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill_shards, states_to_fill
-from dtgpt.config.overrides import replace_values
+from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
@@ -54,7 +53,8 @@ class TrainingSource(Source):
         model and the order of its samples. Say what else it was asked for."""
         recipe = replace_values(asked, dimensions(self.path, self.config, asked.model, given, exact=True))
         checked(recipe)
-        self._tell_values({name: attrgetter(name)(recipe) for name in self.values.keys() - set(given)})
+        known = {name: value for name, _, _, value in leaves(recipe)}  # some are of capabilities that may not be here
+        self._tell_values({name: known[name] for name in self.values.keys() & known.keys() - set(given)})
         step, seen = self.state["step"], self.state["consumed_samples"]
         if recipe.train_samples is not None and seen > recipe.train_samples:
             raise UserError(f"{self.path} has already seen {counted(seen, 'sample')}; raise --train_samples")

@@ -17,7 +17,7 @@ import torch
 
 import dtgpt.checkpoint.save
 import dtgpt.run.folder
-import dtgpt.run.stop_request
+import dtgpt.run.stops.limits
 from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.background.saver import BackgroundSaver, StagedFile
 from dtgpt.checkpoint.load import Saved, find_checkpoint
@@ -352,7 +352,7 @@ def test_exit_after_ends_with_a_checkpoint_and_what_to_do_next(recipe, monkeypat
         clock.now = 1000.0 + 60 * 89.9 if self.step < 2 else 1000.0 + 60 * 90  # as step 3 ends
         return step(self)
 
-    monkeypatch.setattr(dtgpt.run.stop_request, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(dtgpt.run.stops.limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(Trainer, "train_step", train_step)
     run = run_of(recipe, exit_after=90.0)
     assert run != whole and names_in(run) == ["latest", "step_00000003"]
