@@ -28,7 +28,7 @@ from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_of_steps
-from tests.support.bodies_exact_tp import FAULTS, bits_with_fault
+from tests.support.bodies_exact_tp import FAULTS, bits_with_fault, trained_and_scored
 from tests.support.families import OURS
 from tests.support.interpreter import needs_triton, run_interpreted
 from tests.support.ranks import pool
@@ -86,6 +86,19 @@ def test_each_sum_that_is_not_made_in_pieces_shows(exact, fault):
     """Each part of the capability is needed: without it, bits of tp2_sp differ."""
     found = differing(exact, ["tp2_sp"], partial(bits_with_fault, fault))
     assert found["tp2_sp"]
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("model", [GPT2, LLAMA])
+def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
+    model = replace(model, dropout=0.0)
+    found = [
+        pair
+        for plan, ranks in (("single", 1), ("tp2_sp", 2), ("tp4", 4))
+        for pair in pool().run(ranks, trained_and_scored, model, plan)
+    ]
+    first, *others = (each for pair in found for each in pair)
+    assert all(torch.equal(first, each) for each in others)
 
 
 def test_a_tree_has_the_nodes_that_ranks_have():

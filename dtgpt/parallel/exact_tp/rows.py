@@ -16,7 +16,7 @@ from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
-from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, column_sum, operand
+from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, aligned, column_sum, operand
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
 
@@ -54,8 +54,8 @@ class PiecewiseRows(RowSums):
             x, bias = _Shifted.apply(x, own, partial(_sum_columns, count)), (own.detach(),)
         if not x.is_cpu:
             return activation(x, *bias)
-        parts = zip(*(map(operand, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
-        return torch.cat([activation(*part) for part in parts], dim=-1)
+        parts = zip(*(map(aligned, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
+        return torch.cat([aligned(activation(*part)) for part in parts], dim=-1)
 
     def rotary_qkv(
         self,
