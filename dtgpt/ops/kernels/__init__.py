@@ -25,6 +25,7 @@ CAPABILITY = Capability(
         "swiglu": "dtgpt.ops.kernels.pointwise:SWIGLU",
         "gated": "dtgpt.ops.kernels.pointwise:GATED",
         "grouped_product": "dtgpt.ops.kernels.experts:GROUPED_PRODUCT",
+        "grouped_outer": "dtgpt.ops.kernels.experts:GROUPED_OUTER",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",
         "linear": "dtgpt.ops.kernels.linear:LINEAR",
