@@ -2,12 +2,14 @@
 
     python benchmarks/exact_tp.py                          # two GPUs: GPT-2 345M, and a LLaMA of 0.4 B, 30 steps each
     python benchmarks/exact_tp.py --plans tp4_sp tp2_pp2 dp2_tp2_zero3 --steps 100       # four GPUs
+    python benchmarks/exact_tp.py --model olmoe --plans tp2 tp2_sp dp2_ep2               # two blocks of OLMoE
     python benchmarks/exact_tp.py --model tiny --device cpu --precision fp32 --steps 3   # a CPU
 
 In each model and plan: how many losses and norms of steps, and elements of the last gradient and of the new weights,
 have other bits than on one process, and the time of a step in which nothing is measured. Then the same of plain sums,
 whose bits differ: their time is what the ratio of speeds is to. Batches, dropout and initial weights are those of a
-training run. The last line says whether all bits are equal; the exit code, too.
+training run. With --choices, of a model with experts: how many tokens chose others in a layer than on one process, in
+all steps, which are then not captured. The last line says whether all bits are equal; the exit code, too.
 """
 
 import argparse
@@ -20,12 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from figures import note
+from torch import Tensor
 
+from dtgpt.compare.choices import Choices
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig, OptimizerConfig
+from dtgpt.models.families.olmoe import OLMOE_1B_7B, OlmoeConfig
 from dtgpt.models.gpt2 import GPT2_345M, GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.parallel.exact_tp.config import PiecesConfig
@@ -48,7 +53,13 @@ TINY_LLAMA = replace(
     LLAMA, num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_hidden_size=48, seq_length=16,
     vocab_size=1100,
 )  # fmt: skip
+TINY_OLMOE = OlmoeConfig(
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=24, num_experts=8,
+    experts_per_token=2, seq_length=16, vocab_size=1100,
+)  # fmt: skip
 MODELS: dict[str, tuple[Any, int, int]] = {  # with samples of a micro-batch, and of a step
+    "olmoe": (replace(OLMOE_1B_7B, num_layers=2, seq_length=2048), 8, 16),
+    "tiny_olmoe": (TINY_OLMOE, 2, 4),
     "345m": (replace(GPT2_345M, dropout=0.1), 16, 32),
     "llama": (LLAMA, 16, 32),
     "tiny": (TINY, 2, 4),
@@ -67,12 +78,16 @@ class Run(NamedTuple):
     memory: float  # GiB of the fullest rank
     different: dict[str, int]  # elements of each tensor that differ from the reference, where there are some
     elements: int
+    choices: dict[str, Tensor]  # of each step and block, int32 `[samples, T, k]`
 
 
-def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
+def take_steps(recipe: Recipe, steps: int, file: str, compares: bool, sees_choices: bool) -> Run:
     """Train in each process of a plan. The whole gradient of the last step and the weights after it are written to a
     file, or compared with it."""
     with open_trainer(recipe) as trainer:
+        choices = Choices(trainer.mesh.rank, recipe.micro_batch_size, None)
+        if sees_choices:
+            choices.attach(trainer.stages)
         results, begin, first = [], time.perf_counter(), min(WARMUP, steps - 2)
         if recipe.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -80,7 +95,8 @@ def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
             if step == first:
                 settle(trainer)
                 begin = time.perf_counter()
-            results.append(trainer.train_step())
+            with choices.of_step(step):
+                results.append(trainer.train_step())
         settle(trainer)
         seconds = (time.perf_counter() - begin) / (steps - 1 - first)
         loss = trainer.gradients()
@@ -97,7 +113,15 @@ def take_steps(recipe: Recipe, steps: int, file: str, compares: bool) -> Run:
             else:
                 torch.save(found, file)
         elements = sum(0 if x is None else x.numel() for x in found.values())
-        return Run(losses, norms, seconds, memory, different, elements)
+        return Run(losses, norms, seconds, memory, different, elements, whole_choices(trainer, choices))
+
+
+def whole_choices(trainer: Trainer, choices: Choices) -> dict[str, Tensor]:
+    """Return the choices of the samples of all ranks, sorted in a token, on rank 0."""
+    place = trainer.mesh.place
+    own = {key: torch.cat(parts).sort(-1).values for key, parts in choices.kept.items()} if place.tp == 0 else {}
+    ranks = [made for _, made in sorted(trainer.mesh.gather((place.dp, own)), key=lambda each: each[0]) if made]
+    return {key: torch.cat([made[key] for made in ranks]) for key in ranks[0]} if ranks else {}
 
 
 def settle(trainer: Trainer) -> None:
@@ -130,6 +154,8 @@ def recipe_of(args: argparse.Namespace, model: str, plan: str, reduce: str) -> R
         precision=args.precision,
         device=args.device,
         reduce=reduce,
+        graph="off" if args.choices else "auto",
+        compile="off",
         log=LogConfig(eval_interval=0, sample_interval=0),
         **given,
     )
@@ -137,7 +163,7 @@ def recipe_of(args: argparse.Namespace, model: str, plan: str, reduce: str) -> R
 
 def run(pool: Pool, args: argparse.Namespace, recipe: Recipe, file: str = "", compares: bool = False) -> Run:
     """Train under a plan, and return what rank 0 saw. Raises RuntimeError where a rank failed."""
-    given = recipe, args.steps, file, compares
+    given = recipe, args.steps, file, compares, args.choices
     (results,) = pool.run([PoolJob(parse_plan(str(recipe.plan), {}).world, take_steps, given)], args.timeout)
     for result in results:
         if result.failure or result.refusal:
@@ -156,6 +182,11 @@ def tell(model: str, plan: str, made: Run, reference: Run) -> bool:
         f"{1e3 * made.seconds:.1f} ms a step, {made.memory:.1f} GiB; last loss {made.losses[-1]:.6f}",
         flush=True,
     )
+    if made.choices:
+        pairs = [(each, reference.choices[key]) for key, each in made.choices.items()]
+        counts["choices"] = sum(int((own != other).any(-1).sum()) for own, other in pairs)
+        seen = sum(own[..., 0].numel() for own, _ in pairs)
+        print(f"    of {seen:,} tokens in a layer {counts['choices']:,} have other experts", flush=True)
     for name, count in list(made.different.items())[:8]:
         print(f"    {count:,} of {name}", flush=True)
     note(f"exact_tp {model} {plan}", {"other bits": sum(counts.values()), "ms": 1e3 * made.seconds})
@@ -189,6 +220,7 @@ def main() -> int:
     parser.add_argument("--plans", nargs="*", default=list(PLANS), help="compared with one process")
     parser.add_argument("--timed", nargs="*", default=["tp2_sp"], help="also with --reduce fast, beside one process")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--choices", action="store_true", help="compare the experts of each token")
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--micro_batch_size", type=int)
     parser.add_argument("--global_batch_size", type=int)

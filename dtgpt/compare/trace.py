@@ -220,6 +220,7 @@ def settle_branches(recorder: Recorder, trainer: Trainer) -> None:
     and leave rows of experts out where ranks have slices of the tokens, since their order is another one. Ranks of
     tensor parallelism have tensors of the same names."""
     mesh, roles = trainer.mesh, trainer.settings.model.roles
+    has_addends = mesh.tp_group is not None and not trainer.shards.sums.spans_tp  # which leave none in a branch
     names = [
         name for stage in trainer.stages for name, _ in stage.named_modules() if role_of(name, roles) is Role.ENTRY
     ]
@@ -229,7 +230,7 @@ def settle_branches(recorder: Recorder, trainer: Trainer) -> None:
         role, value = role_of(module, roles), recorder.tensors[key]
         if role in STACKS and mesh.plan.cp > 1:
             del recorder.tensors[key]
-        elif mesh.tp_group is not None and key.kind == kind_of_addends(role, way):
+        elif has_addends and key.kind == kind_of_addends(role, way):
             whole = value.to(mesh.device, torch.float64)
             dist.all_reduce(whole, group=mesh.tp_group)
             recorder.tensors[key] = whole.to("cpu", value.dtype)

@@ -56,7 +56,7 @@ def _over_cp(here: Rank) -> list[Collective]:
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.cp == 1:
         return []
-    repeated = _repeated(settings)
+    repeated = repeated_blocks(settings)
     degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
@@ -75,7 +75,7 @@ def _over_ep(here: Rank) -> list[Collective]:
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.ep == 1 or not isinstance(config, ExpertsConfig):
         return []
-    repeated, passes = _repeated(settings), settings.micro_batches
+    repeated, passes = repeated_blocks(settings), settings.micro_batches
     mixtures = [block for block in here.blocks if config.has_experts(block)]
     forward = sum(passes * (2 if block in repeated else 1) for block in mixtures)
     backward, slots, one = passes * len(mixtures), config.experts_per_token, whole_bytes(settings)
@@ -124,7 +124,7 @@ def _over_tp(here: Rank) -> list[Collective]:
         n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
-    repeated = _repeated(settings)
+    repeated = repeated_blocks(settings)
     joint = passes * sum(3 if p.block in repeated else 2 for p in here.parameters if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     found = here.sums.over_tp(found, here)
@@ -137,7 +137,7 @@ def _over_tp(here: Rank) -> list[Collective]:
     return [*found, Collective("all-reduce", "tp", f"gradients of {what}, {words}", bool(partial), size)]
 
 
-def _repeated(settings: Settings) -> set[int]:
+def repeated_blocks(settings: Settings) -> set[int]:
     """Return the blocks whose messages are sent again in backward: attention alone is repeated within a rank."""
     return blocks_again(settings) if repeats_blocks(settings) else set()
 
@@ -146,7 +146,7 @@ def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int,
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
     block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
     before the output of that one."""
-    repeated = _repeated(settings)
+    repeated = repeated_blocks(settings)
     weights = [p for p in weights if p.block in repeated]
     last = {p.block: p for p in weights if p.role is not Role.ROUTER}  # in the order of modules, but for a shared gate
     ends = _cut(list(last.values()), INPUTS) if settings.model.dropout == 0 else []

@@ -69,8 +69,8 @@ def bits_of_steps(recipe: Recipe) -> dict[str, str]:
 
 
 def bits_and_choices(recipe: Recipe) -> dict[str, str]:
-    """Train all steps of a recipe whose model has experts. Return on rank 0 the bits of losses, gradients and choices
-    of each step, and of weights after the last."""
+    """Train all steps of a recipe whose model has experts. Return on rank 0 the bits of losses, norms, gradients and
+    choices of each step, and of weights after the last."""
     from dtgpt.compare.whole_tensors import gather_whole
 
     found: dict[str, str] = {}
@@ -86,10 +86,12 @@ def bits_and_choices(recipe: Recipe) -> dict[str, str]:
                 loss = trainer.gradients()
             for name, whole in gather_whole(trainer.shards, trainer.gradient):
                 keep(f"gradient {step} of {name}", whole)
-            found[f"loss {step}"] = trainer.mean_loss(trainer.update(loss)).hex()
+            result = trainer.update(loss)
+            found[f"loss {step}"], found[f"norm {step}"] = trainer.mean_loss(result).hex(), result.norm.item().hex()
         for name, whole in gather_whole(trainer.shards, attrgetter("local")):
             keep(f"weight of {name}", whole)
-        own = {key: torch.cat(parts) for key, parts in choices.kept.items()}
+        kept = choices.kept if trainer.mesh.place.tp == 0 else {}  # of one of the ranks that have the same tokens
+        own = {key: torch.cat(parts) for key, parts in kept.items()}
         replicas = sorted(trainer.mesh.gather((trainer.mesh.place.dp, own)), key=lambda each: each[0])
         for key in {key for _, made in replicas for key in made}:
             keep(f"choices {key}", torch.cat([made[key] for _, made in replicas if key in made]))

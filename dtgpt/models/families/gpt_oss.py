@@ -24,6 +24,7 @@ from dtgpt.models.rotary import Window, WindowPattern
 from dtgpt.ops.activations import GatedName
 from dtgpt.ops.experts.routing import Routing
 from dtgpt.ops.more_activations import GATED
+from dtgpt.ops.norms import row_sums
 from dtgpt.ops.rotary_positions import Scaling
 from dtgpt.util.field_types import Bounds
 
@@ -127,4 +128,5 @@ class MLP(nn.Module):
         self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Branch:
-        return Branch(self.down(self.activation(self.gate_up(x))), self.down.bias)
+        made = row_sums().activated(self.activation, self.down.weight.shape[1], self.gate_up(x))
+        return Branch(self.down(made), self.down.bias)

@@ -67,7 +67,7 @@ OLMO3_32B = Olmo3Config(num_layers=64, hidden_size=5120, num_heads=40, num_kv_he
 
 class JointNorm(nn.Module):
     """RMSNorm of all heads together, `[B, T, N D]`; a rank may have some of the heads, and the sum over all of them by
-    `bound.sum_of_heads`. Computed in fp32 at least and rounded once."""
+    `bound.sum_of_heads`, or the whole norm by `bound.product`. Computed in fp32 at least and rounded once."""
 
     bound: Binding = PLAIN
 
@@ -78,6 +78,8 @@ class JointNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        if self.bound.product is not None:
+            return self.bound.product(x, weight)
         if self.bound.sum_of_heads is None:
             return norm(x, weight, None, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

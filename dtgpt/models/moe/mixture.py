@@ -5,7 +5,6 @@ Shapes: B samples, T positions, H hidden size, E experts, k of each token, F wid
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +15,11 @@ from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts import few
-from dtgpt.ops.experts.products import grouped_linear
+from dtgpt.ops.experts.products import Groups
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
 from dtgpt.ops.local_tensors import local
+from dtgpt.ops.norms import row_sums
 
 
 class Balance(Protocol):
@@ -96,8 +96,8 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
         """ends: int32 `[E]`, the row behind the last one of each expert. filled: whether no rows lie behind these."""
-        given, multiply = (x, *self.held(x)), partial(grouped_linear, ends=ends, filled=filled)
-        return multiply(*given) if self.bound.product is None else self.bound.product(*given, multiply)
+        given, groups = (x, *self.held(x)), Groups(ends, filled)
+        return groups(*given) if self.bound.product is None else self.bound.product(*given, groups)
 
     def held(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what this rank has of weight and bias, in the type of x."""
@@ -141,7 +141,8 @@ class Experts(nn.Module):
     def products(self, rows: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
         """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert.
         filled: whether no rows lie behind these; what is made of those is not to be read."""
-        return self.down(self.activation(self.gate_up(rows, ends, filled)), ends, filled)
+        made = row_sums().activated(self.activation, self.down.weight.shape[2], self.gate_up(rows, ends, filled))
+        return self.down(made, ends, filled)
 
 
 class Shared(nn.Module):

@@ -5,7 +5,7 @@ An expert without rows takes no time, and its weights are not read. Sharding rul
 each rank with ends of its own; the gradient of the weights is then an addend on each.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,14 +50,16 @@ product_op = torch.library.custom_op("dtgpt::grouped_product", grouped_reference
 product_op.register_fake(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
 
 
-@torch.library.custom_op("dtgpt::grouped_outer", mutates_args=(), device_types="cpu")
-def outer_op(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return dweight `[E, out, in]`: of each expert the sum over its rows of dy `[M, out]` times x `[M, in]`."""
     sizes = _sizes(ends, len(x))
     pairs = zip(dy.split(sizes), x.split(sizes), strict=True)
     return torch.stack([left.t() @ right for left, right in list(pairs)[:-1]])
 
 
+# dy [M, out], x [M, in], ends int32 [E]: of each expert the sum over its rows of dy times x, [E, out, in].
+grouped_outer = Operation("grouped_outer", _outer, "the sum over the rows r of each expert of dy[r] x[r]^T")
+outer_op = torch.library.custom_op("dtgpt::grouped_outer", _outer, mutates_args=(), device_types="cpu")
 outer_op.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
@@ -101,3 +103,13 @@ def biases_of_rows(bias: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     and its gradient adds rows without atomic additions, as that of an index would."""
     known = torch.arange(len(bias), device=x.device)
     return (experts_of_rows(x, ends)[:, None] == known).to(x.dtype) @ bias
+
+
+class Groups(NamedTuple):
+    """The rows of experts, and the product of each with the matrix of its expert: arguments of `grouped_linear`."""
+
+    ends: Tensor
+    filled: bool
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return grouped_linear(x, weight, bias, *self)

@@ -27,6 +27,7 @@ CAPABILITY = Capability(
         "choice": "dtgpt.ops.kernels.decode.experts:CHOICE",
         "expert_sums": "dtgpt.ops.kernels.decode.experts:SUMS",
         "grouped_product": "dtgpt.ops.kernels.experts:GROUPED_PRODUCT",
+        "grouped_outer": "dtgpt.ops.kernels.experts:GROUPED_OUTER",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",
         "linear": "dtgpt.ops.kernels.linear:LINEAR",

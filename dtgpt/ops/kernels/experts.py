@@ -65,6 +65,18 @@ GROUPED_PRODUCT = (
 )
 
 
+GROUPED_OUTER = (
+    Kernel(
+        "PyTorch's _grouped_mm",
+        lambda dy, x, ends: _takes_grouped_mm(x, dy, ends),
+        lambda dy, x, ends: torch._grouped_mm(dy.mT, x, offs=ends),
+        _why_no_grouped_mm,
+        f"in bf16, of widths that are multiples of {ALIGNED}",
+    ),
+    Kernel("Triton", _takes_product, outer_op, why_no_triton, "in other types or widths"),
+)
+
+
 def _sums(x: Tensor, *_: Any) -> bool:
     return x.dtype in SERVED and has_triton(x)
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from dtgpt.config.execution import Settings
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.demands import makes_samples
 
@@ -23,6 +24,7 @@ def make_balance(recipe: Any, settings: Settings, mesh: Mesh) -> "Balances | Non
         return None
     # Where a pass that trains has the choices of one that looks at the loads alone, which drops nothing.
     alone = mesh.world == 1 and not (model.dropout or settings.products or settings.compile)
-    made = Balances(model, settings.section(BalanceConfig), mesh, alone=alone)
+    whole = choose_sums(settings).spans_tp  # gradients of routers
+    made = Balances(model, settings.section(BalanceConfig), mesh, alone=alone, each_adds=whole)
     made.knows_padding = not makes_samples(settings.sections)
     return made

@@ -71,11 +71,12 @@ class Balance:
 
     def watch(self, logits: Tensor, experts: Tensor) -> Tensor:
         shared = self.shared
-        if not shared.counts:
+        if not shared.adds:
             return logits
         trains = torch.is_grad_enabled()
         if shared.looks or (trains and shared.at_once):
             own = chosen_of(experts, logits, weights_of(shared.counted, logits)).sum((0, 1), dtype=torch.float64)
+            own = own if shared.counts else torch.zeros_like(own)
             self.ahead.copy_(own if trains else self.ahead + own)  # a pass may be computed again in backward
         if not trains:
             return logits
@@ -99,7 +100,8 @@ class Balance:
             (torch.special.entr(own) * weights).sum(dtype=torch.float64)[None],
             torch.full((1,), len(logits) / shared.slices, dtype=torch.float64, device=logits.device),
         ]
-        self.totals.add_(torch.cat(sums))
+        if shared.counts:
+            self.totals.add_(torch.cat(sums))
         # Of a token in the mean over all that count, which is that over micro-batches, as those of the loss are.
         samples = shared.samples or len(logits)
         part = (shared.share / (samples * logits.shape[1])).to(logits.dtype)
@@ -116,7 +118,7 @@ class Balance:
 
 class Balances(StepState):
     """Of all layers that have experts; a rank has the routers of its stages. Ranks of tensor parallelism see the same
-    tokens: one of them counts, and adds to gradients, which are summed over them.
+    tokens: one of them counts. It alone adds to gradients, where these are summed over them, and each where not.
 
     totals: fp64 `[L, 2E + 4]`, sums over this rank's part of the batch so far: loads, probabilities, SUMS. last: the
     same over the whole batch of the last step. ahead: loads of this step's batch, before its gradients. loads: what the
@@ -133,11 +135,13 @@ class Balances(StepState):
         mesh: Mesh,
         device: torch.device | None = None,
         alone: bool = False,
+        each_adds: bool = False,
     ):
         self.model, self.config, self.mesh = model, config, mesh
         self.blocks = [index for index in range(model.num_layers) if model.has_experts(index)]
         self.layers, self.experts = len(self.blocks), model.num_experts
         self.counts, self.slices = mesh.place.tp == 0, mesh.plan.cp  # slices: of a sample, on as many ranks
+        self.adds = self.counts or each_adds
         shape, device = (self.layers, self.experts), device or mesh.device
         wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.totals, self.last = (torch.zeros(self.layers, 2 * self.experts + len(SUMS), **wide) for _ in range(2))

@@ -11,12 +11,15 @@ from dtgpt.models.roles import Role, role_of
 from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.parallel.build import Building, Entry
+from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.exact_tp import NAME
-from dtgpt.parallel.exact_tp.config import FAST, NORMS, pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.config import FAST, WHOLE, pieces_of_size, values_of
 from dtgpt.parallel.exact_tp.heads import attend_by_heads
+from dtgpt.parallel.exact_tp.joint import joint_norm
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
+from dtgpt.parallel.exact_tp.stacks import Sum, column_stack, inner_column, inner_row, row_stack
 from dtgpt.parallel.exact_tp.table import look_up
 from dtgpt.parallel.exact_tp.tree import Share, TreeCollectives, sum_over_ranks
 from dtgpt.util.errors import UserError
@@ -26,16 +29,40 @@ if TYPE_CHECKING:
 
 
 def add_in_trees(table: "tensor.Table", building: Building) -> "tensor.Table":
-    """Return a table whose styles add up activations in a tree over the ranks, where there are more than two."""
+    """Return a table whose styles add up activations in a tree over the ranks, where there are more than two, and leave
+    what is between the ends of a branch whole."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from dtgpt.parallel.exact_tp.branches import WholeBranchEnd
     from dtgpt.parallel.tensor import VocabularyShard, default_table
 
     settings, plan = building.settings, building.settings.plan
-    if plan.tp == 2:  # a sum of two has no order
-        return table
-    trees = TreeCollectives(building.mesh.devices.get_group("tp"), building.peers)
-    styles = default_table(settings.model, plan.sequence_parallel, settings.local_length, trees)
-    heads = {name: style for name, style in styles.items() if isinstance(style, VocabularyShard)}
-    return styles | {name: VocabularyShard(style.input_layout, trees) for name, style in heads.items()}
+    sums = _collectives(building)
+    if plan.tp > 2:  # a sum of two has no order
+        styles = default_table(settings.model, plan.sequence_parallel, settings.local_length, sums)
+        heads = {name: style for name, style in styles.items() if isinstance(style, VocabularyShard)}
+        table = {**styles, **{name: VocabularyShard(style.input_layout, sums) for name, style in heads.items()}}
+    between = Shard(1) if plan.sequence_parallel else Replicate()
+    ends = {name: role is Role.ENTRY for name, role in settings.model.roles.items() if role in (Role.ENTRY, Role.EXIT)}
+    return {**table, **{name: WholeBranchEnd(between, sums, begins) for name, begins in ends.items()}}
+
+
+def _collectives(building: Building) -> Collectives | None:
+    """Return what sums over the tensor-parallel ranks in place of torch.distributed, where the order counts."""
+    if building.settings.plan.tp <= 2:
+        return building.peers
+    return TreeCollectives(building.mesh.devices.get_group("tp"), building.peers)
+
+
+def _sum_of_ranks(building: Building) -> Sum | None:
+    """Return what adds up tensors that are whole on each tensor-parallel rank; None where there is one."""
+    if building.settings.plan.tp == 1:
+        return None
+    from torch.distributed.tensor import Replicate
+
+    from dtgpt.parallel.tensor import ActivationLayout
+
+    return ActivationLayout(building.mesh.devices["tp"], Replicate(), _collectives(building)).sum
 
 
 def cut_into_pieces(part: Decoder, building: Building) -> None:
@@ -43,7 +70,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     of another class, whose gradient may depend on the plan."""
     settings, plan = building.settings, building.settings.plan
     group = building.mesh.devices.get_group("tp") if plan.tp > 1 else None
-    most = values_of(settings).pieces
+    most, sums = values_of(settings).pieces, _sum_of_ranks(building)
 
     def share(size: int) -> Share:
         return Share.of(pieces_of_size(size, most), group)
@@ -54,11 +81,21 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
             bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
         elif role is Role.ROW:
             bind(module, product=_local(partial(row_product, share(module.weight.shape[1]).number)))
+        elif role is Role.INNER_COLUMN:
+            bind(module, product=_local(partial(inner_column, share(module.weight.shape[0]).number, sums)))
+        elif role is Role.INNER_ROW:
+            bind(module, product=_local(partial(inner_row, share(module.weight.shape[1]).number, sums)))
+        elif role is Role.COLUMN_STACK:
+            bind(module, product=partial(column_stack, share(module.weight.shape[1]).number, sums))
+        elif role is Role.ROW_STACK:
+            bind(module, product=partial(row_stack, share(module.weight.shape[2]).number, sums), through=None)
+        elif role is Role.JOINT_NORM:
+            bind(module, product=partial(joint_norm, share(module.width), module.width, module.eps))
         elif role is Role.OUTPUT:
             bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
         elif role is Role.VOCABULARY and group is not None:
             bind(_checked(module), product=look_up)
-        if role in (*NORMS, Role.ROW) and bound_of(module).sums_over_tp:
+        if role in WHOLE and bound_of(module).sums_over_tp:
             bind(module, sums_over_tp=())  # which are whole on each rank
         if isinstance(module, AttentionCore):
             bind(module, run=partial(attend_by_heads, module))

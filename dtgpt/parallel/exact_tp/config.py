@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import Role, role_of
+from dtgpt.models.roles import INNER, Role, role_of
 from dtgpt.parallel.exact_tp import NAME
 from dtgpt.util import seams
 from dtgpt.util.field_types import Bounds
@@ -45,7 +45,10 @@ class PiecesConfig(Section):
 
 # What pieces are known of: every module with parameters has one of these roles.
 NORMS = Role.NORM, Role.HEAD_NORM
-ROLES = (Role.VOCABULARY, Role.POSITIONS, *NORMS, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT)
+OF_MIXTURES = (*INNER, Role.ROUTER, Role.JOINT_NORM, Role.SINKS)
+ROLES = (Role.VOCABULARY, Role.POSITIONS, *NORMS, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT, *OF_MIXTURES)
+# Of these, gradients of what all ranks hold are whole on each, and not addends.
+WHOLE = (*NORMS, Role.ROW, Role.ROUTER, Role.ROW_STACK)
 
 
 def pieces_of_size(size: int, most: int) -> int:

@@ -5,26 +5,62 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
-from dtgpt.parallel.exact_tp.config import pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.config import WHOLE, pieces_of_size, values_of
+from dtgpt.parallel.expert_parallel.gathered import most_rows
+from dtgpt.planning.activations import whole_bytes
 from dtgpt.planning.sums import Collective, ExactCosts, Parameters
 from dtgpt.posttrain.demands import rows_of
-
-SUMMED = Role.NORM, Role.HEAD_NORM, Role.ROW  # whose vectors' gradients are gathered by piece, and whole on each rank
 
 
 class PiecewiseCosts(ExactCosts):
     """Of sums of integers, of gradients that tensor-parallel ranks have computed in pieces."""
 
     def addends_over_tp(self, parameters: Parameters) -> list[Any]:
-        return [p for p in super().addends_over_tp(parameters) if p.role not in SUMMED]
+        return [p for p in super().addends_over_tp(parameters) if p.role not in WHOLE]
 
     def over_tp(self, found: list[Collective], rank: Any) -> list[Collective]:
-        loss, *others = found
+        loss, *others, joint = found
         looked_up = self.settings.micro_batches * rank.place.holds_first
+        others = self._of_branches(others, rank)
         others = [made for c in others for made in self._in_trees(c, looked_up)]
-        return [self._loss(loss, rank), *others, self._vectors(rank), self._heads(rank)]
+        return [self._loss(loss, rank), *others, self._joint(joint, rank), self._vectors(rank), self._heads(rank)]
+
+    def _of_branches(self, found: list[Collective], rank: Any) -> list[Collective]:
+        """Return the messages of activations: where there are experts, sums of their rows, and of the gradients of
+        these, in place of those of a branch."""
+        settings, plan, config = self.settings, self.settings.plan, self.settings.model
+        if not isinstance(config, ExpertsConfig):
+            return found
+        from dtgpt.planning.traffic import repeated_blocks  # which imports what imports this
+
+        unit, blocks = whole_bytes(settings), set(filter(config.has_experts, rank.blocks))
+        once = 2 * settings.micro_batches * len(blocks)  # forward and backward
+        again = settings.micro_batches * len(repeated_blocks(settings) & blocks)
+        to_the_end = again if config.dropout else 0  # where recomputation comes to the end of a block
+        slots: float = config.experts_per_token / plan.ep
+        if plan.ep > 1 and not plan.asks_host:
+            slots = most_rows(config.experts_per_token, config.num_experts // plan.ep)
+        rows = plan.ep * (once + again)  # of the tokens of each rank by themselves
+        shared = once + (again if config.gates_shared else to_the_end) if config.shared_size else 0
+        kind, what = "reduce-scatter" if plan.sequence_parallel else "all-reduce", "activations"
+        spared = [c.kind == kind and c.what.startswith(what) for c in found]
+        others = [self._fewer(c, own * (once + to_the_end)) for c, own in zip(found, spared, strict=True)]
+        what, size = f"{what} of rows of experts, and gradients", round((rows * slots + shared) * unit)
+        return [*others, Collective("all-reduce", "tp", what, rows + shared, size)]
+
+    @staticmethod
+    def _fewer(c: Collective, count: int) -> Collective:
+        return replace(c, count=c.count - count, bytes=c.bytes - count * (c.bytes // max(1, c.count)))
+
+    def _joint(self, joint: Collective, rank: Any) -> Collective:
+        """Return the sums over each piece of the columns of all heads, of each token: of squares, and in backward."""
+        norms = [p for p in rank.parameters if p.role is Role.JOINT_NORM]
+        pieces = sum(self._pieces(p.shape[0]) for p in norms)
+        what = "mean squares of each piece of the heads, fp32"
+        return replace(joint, kind="all-gather", what=what, bytes=joint.bytes * pieces // max(1, len(norms)))
 
     def _pieces(self, size: int) -> int:
         return pieces_of_size(size, values_of(self.settings).pieces)

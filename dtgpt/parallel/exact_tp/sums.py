@@ -7,11 +7,15 @@ from torch import Tensor, nn
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.roles import Role, role_of
+from dtgpt.models.inventory import inventory
+from dtgpt.models.roles import ROWS, Role, role_of
+from dtgpt.models.shared.attention_backend import backend_of
 from dtgpt.ops.optim.fixed_point import exact_sum, squares_of_rows
 from dtgpt.parallel.exact_sums.sums import ExactSums
-from dtgpt.parallel.exact_tp.config import pieces_of_size, values_of
+from dtgpt.parallel.exact_tp import NAME
+from dtgpt.parallel.exact_tp.config import FAST, pieces_of_size, values_of
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
 
 
 class PiecewiseSums(ExactSums):
@@ -25,12 +29,26 @@ class PiecewiseSums(ExactSums):
         self._count = dict[nn.Parameter, int]()  # pieces of this rank, of those whose rows tensor parallelism may cut
         self._pieces = dict[int, int]()  # of the rows of gradients, by the identity of these
 
+    @staticmethod
+    def check_settings(settings: Settings) -> None:
+        """Raise UserError where a run cannot have these sums."""
+        ExactSums.check_settings(settings)
+        cores = inventory(settings.model).kinds_of_cores() if settings.device.type == "cuda" else ()
+        if any(core.sinks and backend_of(settings, core) == "explicit" for core in cores):
+            raise UserError(
+                f"reduce={NAME}, but attention={settings.attention} is explicit here, where PyTorch sums the gradients "
+                f"of sinks in an order that depends on the heads of a rank; use --attention flash, or {FAST}"
+            )
+
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
         super().open(stages, mesh)
         for stage in stages:
             for name, parameter in stage.named_parameters():
-                if role_of(name.rpartition(".")[0], stage.config.roles) is Role.ROW and parameter.dim() > 1:
-                    whole = pieces_of_size(parameter.shape[1], values_of(self.settings).pieces)
+                role = role_of(name.rpartition(".")[0], stage.config.roles)
+                if parameter.dim() > 1 and (
+                    (role in ROWS and name.endswith("weight")) or (role is Role.COLUMN_STACK and name.endswith("bias"))
+                ):
+                    whole = pieces_of_size(parameter.shape[-1], values_of(self.settings).pieces)
                     self._count[parameter] = whole // mesh.plan.tp
 
     def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
@@ -45,6 +63,6 @@ class PiecewiseSums(ExactSums):
         return exact_sum(torch.cat([*matrices, squares_of_rows(vectors)]))
 
     def _in_pieces(self, gradient: Tensor) -> Tensor:
-        """Return the pieces of the rows of a gradient `[R, C]` as rows."""
+        """Return the pieces of the rows of a gradient `[.., R, C]` as rows."""
         pieces = self._pieces.get(id(gradient), 1)
-        return gradient.contiguous().view(len(gradient) * pieces, -1) if pieces > 1 else gradient
+        return gradient.contiguous().view(-1, gradient.shape[-1] // pieces)

@@ -345,4 +345,8 @@ def sinks_gradient(sinks: Tensor, sums: Tensor, products: Tensor) -> Tensor:
     """Return the gradient of sinks `[N]`: less the probability of each times `products`, the sums of out * grad over D.
     sums, the binary logarithms of the sums of exponentials, and products: `[B, N, T]`."""
     shares = torch.exp2(sinks.to(sums.dtype)[:, None] * LOG2_E - sums)
-    return -(shares * products).sum((0, 2)).to(sinks.dtype)
+    rows = (shares * products).transpose(0, 1).flatten(1)
+    while (length := rows.shape[1]) > 1:  # by halves, so that the bits of a head do not depend on how many there are
+        half = length // 2
+        rows = torch.cat([rows[:, :half] + rows[:, half : 2 * half], rows[:, 2 * half :]], 1)
+    return -rows[:, 0].to(sinks.dtype)

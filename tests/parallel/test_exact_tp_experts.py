@@ -1,0 +1,176 @@
+"""`--reduce exact_tp` of mixtures of experts: the same bits and choices for any number of tensor-parallel ranks."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from dtgpt.config.plan_choice import parse_plan
+from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.ops.experts.products import Groups, grouped_linear
+from dtgpt.optim.balance.config import BalanceConfig
+from dtgpt.optim.muon import MuonConfig
+from dtgpt.parallel.exact_tp.joint import joint_norm
+from dtgpt.parallel.exact_tp.stacks import column_stack, row_stack
+from dtgpt.parallel.exact_tp.sums import PiecewiseSums
+from dtgpt.parallel.exact_tp.tree import Share
+from dtgpt.util.errors import UserError
+from tests.planning.test_planning import check_messages
+from tests.support.bodies_exact import bits_and_choices, bits_of_steps
+from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
+from tests.support.example_mixture import ManyConfig
+from tests.support.families import OURS, OURS_WITH_EXPERTS
+from tests.support.interpreter import needs_triton, run_interpreted
+from tests.support.ranks import pool
+
+SHAPE = {
+    "num_layers": 2, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "seq_length": 16,
+    "vocab_size": 257, "ffn_hidden_size": 48, "num_experts": 8, "experts_per_token": 2, "dropout": 0.1,
+}  # fmt: skip
+OLMOE = OlmoeConfig(**SHAPE, corrects_choice=True)
+MANY = ManyConfig(**SHAPE)  # all that a mixture can have
+BALANCE = BalanceConfig(loss=0.1, z_loss=0.01, bias_step=0.01)
+FAMILIES = {**OURS_WITH_EXPERTS, "gpt_oss": OURS["gpt_oss"], "olmo3": OURS["olmo3"]}
+
+
+@pytest.fixture
+def exact(recipe):
+    """A recipe of 4 micro-batches and two steps, whose balance adds to all gradients of routers."""
+    return replace(
+        recipe, model=MANY, micro_batch_size=2, global_batch_size=8, reduce="exact_tp", precision="fp32", steps=2,
+        balance=BALANCE,
+    )  # fmt: skip
+
+
+def differing(recipe, plans: list[str], body=bits_and_choices) -> dict[str, list[str]]:
+    """By plan, what has other bits than on one process."""
+
+    def bits(plan: str) -> dict[str, str]:
+        return pool().run(parse_plan(plan, {}).world, body, replace(recipe, plan=plan))[0]
+
+    expected = bits("single")
+    assert len(set(expected.values())) > 20
+    found = {plan: bits(plan) for plan in plans}
+    return {plan: [name for name in expected if made[name] != expected[name]] for plan, made in found.items()}
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(
+    "plans, changes",
+    [
+        (["tp2", "tp4_sp"], {}),
+        (["tp2_sp", "dp2_tp2_ep2"], {"precision": "bf16"}),
+        (["tp4", "dp2_tp2_sp_zero3"], {"model": OLMOE, "precision": "bf16"}),
+        (["tp2_sp", "dp2_tp2_sp_ep2_zero2"], {"model": OLMOE, "recompute": "full"}),
+        (["tp2_sp_pp2"], {"model": OLMOE}),
+        (["tp4_sp"], {"precision": "fp16"}),
+        (["tp2_sp"], {"model": OLMOE, "precision": "bf16", "optimizer": MuonConfig(lr=6e-3)}),
+    ],
+)
+def test_a_plan_has_the_bits_and_choices_of_one_process(exact, plans, changes):
+    assert differing(replace(exact, **changes), plans) == {plan: [] for plan in plans}
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_bits_of_one_process(exact, family):
+    """Also norms, moments and the held-out loss after a step."""
+    model = FAMILIES[family]
+    recipe = replace(exact, model=model, balance=BalanceConfig(), steps=1, precision="bf16")
+    assert differing(recipe, ["tp2_sp"], bits_of_steps) == {"tp2_sp": []}
+
+
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_part_that_is_missing_shows(exact, fault):
+    plan, model = "tp2_sp", OLMOE if fault == "all heads" else MANY
+    if fault == "activations":  # a rank has an odd number of them
+        plan, model = "tp2", replace(MANY, seq_length=15, ffn_hidden_size=20)
+    assert differing(replace(exact, model=model), [plan], partial(choices_with_fault, fault))[plan]
+
+
+def leaves(dtype: torch.dtype) -> tuple[list[torch.Tensor], Groups, torch.Tensor]:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    given = [draw(11, 16), draw(3, 24, 16) / 4, draw(3, 24)]
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)  # one expert without rows, two rows of nobody
+    return [t.to(dtype).requires_grad_() for t in given], Groups(ends, False), draw(9, 24).to(dtype)
+
+
+@pytest.mark.parametrize("stack", [column_stack, row_stack])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_stacks_and_their_gradients_are_those_of_grouped_products(dtype, tolerance, stack):
+    found = []
+    for of, kind in ((partial(stack, 4, None), dtype), (grouped_linear, torch.float64)):
+        given, groups, towards = leaves(kind)
+        made = of(*given, groups) if kind is dtype else of(*given, *groups)
+        made[:9].backward(towards)
+        found.append([made[:9].detach(), given[0].grad[:9], given[1].grad, given[2].grad])
+    for ours, exactly in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=tolerance * exactly.abs().max().item())
+
+
+def test_rows_of_nobody_give_biases_no_gradient():
+    given, groups, towards = leaves(torch.float32)
+    column_stack(4, None, *given, groups).backward(torch.cat([towards, towards.new_full((2, 24), torch.nan)]))
+    assert given[1].grad.isfinite().all() and given[2].grad.isfinite().all()
+
+
+def test_a_norm_of_all_heads_has_the_gradients_of_its_definition():
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    values, dy, found = [draw(2, 8, 16), draw(16)], draw(2, 8, 16), []
+    for norm in (
+        lambda x, w: joint_norm(Share(4), 16, 1e-5, x, w),
+        lambda x, w: torch.nn.functional.rms_norm(x, [16], w, 1e-5),
+    ):
+        x, weight = (t.clone().requires_grad_() for t in values)
+        y = norm(x, weight)
+        y.backward(dy)
+        found.append([y.detach(), x.grad, weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_squares_of_stacks_are_added_in_pieces():
+    gradient = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0)) ** 9
+
+    def squares(pieces, *parts):
+        sums = object.__new__(PiecewiseSums)
+        sums._pieces = {id(part): pieces for part in parts} if pieces else {}
+        return torch.stack([sums.squares([], part.new_zeros(0), [part]) for part in parts]).sum(0)
+
+    assert torch.equal(squares(8, gradient), squares(4, *gradient.chunk(2, 2)))
+    assert torch.equal(squares(0, gradient), squares(0, *gradient.chunk(2, 1)))
+
+
+@needs_triton
+@pytest.mark.slow(8)
+def test_the_kernel_sums_pieces_of_the_rows_of_experts():
+    run_interpreted("from tests.support.bodies_exact_stacks import check_kernels; check_kernels()")
+
+
+def test_sinks_whose_gradients_pytorch_sums_on_a_gpu_are_refused(exact):
+    recipe = replace(
+        exact, model=OURS["gpt_oss"], precision="bf16", attention="explicit", compile="off", balance=BalanceConfig()
+    )
+    recipe.settings(recipe.plan_for(1), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"attention=explicit is explicit here.*use --attention flash, or --reduce"):
+        recipe.settings(recipe.plan_for(1), torch.device("cuda"))
+
+
+AGAIN = {"recompute": "full"}
+DRY = {"dropout": 0.0}
+SENT = {  # processes: (model, plan, further changes of the recipe)
+    2: [
+        (MANY, "tp2", {}), (MANY, "tp2_sp", AGAIN), (replace(MANY, **DRY), "tp2_sp", AGAIN), (OLMOE, "tp2", AGAIN),
+        (replace(OLMOE, **DRY), "tp2_sp", AGAIN), (OURS_WITH_EXPERTS["glm4_moe"], "tp2_sp", AGAIN),
+    ],
+    4: [(OLMOE, "tp4", {}), (MANY, "tp4_sp", AGAIN), (OLMOE, "dp2_tp2_sp_ep2", AGAIN), (MANY, "dp2_tp2_ep2", {})],
+}  # fmt: skip
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("world", SENT)
+def test_the_planned_messages_are_those_that_are_sent(exact, world):
+    recipe = replace(exact, balance=BalanceConfig())
+    check_messages([replace(recipe, model=model, plan=plan, **more) for model, plan, more in SENT[world]], world)
