@@ -120,7 +120,7 @@ def test_kernels_are_the_definitions(name, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", ["olmoe", "mixtral"])
 def test_results_have_the_bits_of_products_of_sorted_rows(name):
     whole = given(LARGE[name], torch.bfloat16, 16, CUDA)
     _, choice, made = whole.made()

@@ -20,7 +20,14 @@ CIRCLES: list[list[str]] = []
 # Definitions of operations that capabilities use stand beside those of the core, and so do functions that several of
 # them share. Nothing else is of no folder.
 SHARED = {"ops.attention", "ops.experts", "ops.fp8", "ops.nf4", "ops.optim", "ops.local_tensors"}
-SHARED |= {"ops.more_activations", "models.shared", "util.shared", "posttrain.totals", "posttrain.demands"}
+SHARED |= {
+    "ops.joint_rotary",
+    "ops.more_activations",
+    "models.shared",
+    "util.shared",
+    "posttrain.totals",
+    "posttrain.demands",
+}
 
 
 def room_of(file: Path) -> str:

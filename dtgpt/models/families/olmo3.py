@@ -28,7 +28,8 @@ from dtgpt.models.llama import MLP, Embedding, Head
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
-from dtgpt.ops.norms import norm
+from dtgpt.ops.joint_rotary import JOINT_ROTARY, bounded, packed
+from dtgpt.ops.norms import RowSums, norm, row_sums
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv, split_heads
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.torch_private import is_dtensor
@@ -76,8 +77,13 @@ class JointNorm(nn.Module):
         self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.empty(width))
 
+    @property
+    def held(self) -> Tensor:
+        """What this rank has of the weight."""
+        return self.weight.to_local() if is_dtensor(self.weight) else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        weight = self.held
         if self.bound.product is not None:
             return self.bound.product(x, weight)
         if self.bound.sum_of_heads is None:
@@ -111,7 +117,7 @@ class Attention(nn.Module):
     def __init__(self, config: RotaryConfig, window: int | None, rotation: Rotation):
         super().__init__()
         self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
-        self.rotation, self.num_positions = rotation, config.seq_length
+        self.rotation, self.num_positions, self.limit = rotation, config.seq_length, 0.0
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=False)
         self.q_norm = JointNorm(config.num_heads * config.head_dim, config.norm_eps)
         self.k_norm = JointNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
@@ -120,16 +126,18 @@ class Attention(nn.Module):
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Branch:
-        q, k, v = split_heads(
-            rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
-        )
-        q, k, v = self.normed(q.flatten(-2), k.flatten(-2), v)
-        queries = q.unflatten(-1, (k.shape[-1] // self.head_dim, -1, self.head_dim))
-        packed = torch.cat([queries, k.unflatten(-1, (-1, 1, self.head_dim)), v.unsqueeze(3)], dim=3)
-        q, k, v = rotary_qkv(packed, context.positions, self.rotation, self.num_positions)
+        qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
+        q, k, v = self.turned(qkv, context.positions)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), None)
 
-    def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return what q `[B, T, N D]`, k `[B, T, G D]` and v are before the rotation."""
-        return self.q_norm(q), self.k_norm(k), v
+    def turned(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q `[B, T, N, D]`, k and v `[B, T, G, D]` of qkv `[B, T, G, R + 2, D]`: normalised over all heads,
+        bounded by `limit` where that is not 0, and rotated."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm.bound.sum_of_heads is q_norm.bound.product is None and type(row_sums()) is RowSums:
+            weights, numbers = (q_norm.held, k_norm.held, q_norm.eps, self.limit), self.rotation.numbers
+            return JOINT_ROTARY(qkv, positions, *weights, numbers, self.num_positions)
+        q, k, v = split_heads(qkv)
+        parts = bounded(self.limit, q_norm(q.flatten(-2)), k_norm(k.flatten(-2)), v)
+        return rotary_qkv(packed(*parts), positions, self.rotation, self.num_positions)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor
 
 from dtgpt.models.config import LARGEST_SIZE, SIZE
 from dtgpt.models.families import olmo3
@@ -81,7 +80,3 @@ class Attention(olmo3.Attention):
     def __init__(self, config: OlmoeConfig, window: int | None):
         super().__init__(config, window, config.rotation)
         self.limit = config.clip_qkv
-
-    def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        parts = super().normed(q, k, v)
-        return tuple(part.clamp(-self.limit, self.limit) for part in parts) if self.limit else parts

@@ -30,6 +30,7 @@ CAPABILITY = Capability(
         "grouped_outer": "dtgpt.ops.kernels.experts:GROUPED_OUTER",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",
+        "joint_rotary": "dtgpt.ops.kernels.joint_rotary:JOINT",
         "linear": "dtgpt.ops.kernels.linear:LINEAR",
         "linear_into": "dtgpt.ops.kernels.linear:LINEAR_INTO",
         "rotary_qkv": "dtgpt.ops.kernels.rotary:ROTARY_QKV",

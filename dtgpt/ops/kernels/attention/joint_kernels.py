@@ -48,7 +48,7 @@ def joint_rotate_kernel(
     packed += row * q_row
     every = tl.arange(0, HEADS)
     there = (every < KV_HEADS * (GROUP + 2))[:, None]
-    wide = tl.load(packed + every[:, None] * SIZE + d[None, :], there, 0.0).to(tl.float64)
+    wide = tl.load(packed + every[:, None] * SIZE + d[None, :], there, 0.0).to(tl.float32)
     squares, part = tl.sum(wide * wide, 1), every % (GROUP + 2)
     of_q = tl.sum(tl.where(part < GROUP, squares, 0.0), 0) / (KV_HEADS * GROUP * SIZE)
     of_k = tl.sum(tl.where(part == GROUP, squares, 0.0), 0) / (KV_HEADS * SIZE)

@@ -18,13 +18,15 @@ from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, Routing, choose, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, RouterWeights
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, multiprocessors
 from dtgpt.ops.linear import may_split
 from dtgpt.ops.more_activations import FUNCTIONS, GATED
 
+FILLED = 0.9  # of the multiprocessors, by large tiles
 FEW = 16  # rows of a tile of these kernels
 JOINED = 4  # rows up to which each expert's program normalises a row again
 MOST_EXPERTS = 256  # that kernels rank
+MOST_AT_ONCE = 128  # of which a product chooses, too: sums have the order of the kernel that does nothing else
 ACTIVATIONS = ("silu", *FUNCTIONS)  # that they have
 
 
@@ -56,9 +58,11 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def choose_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile of a product of few rows."""
-    return Tile(32, 32, 4, 3) if dtype == torch.float32 else Tile(32, 128, 4, 4)
+def choose_tile(dtype: torch.dtype, matrices: int, columns: int, processors: int) -> Tile:
+    """Return the tile of a product of few rows with columns of some matrices, as measured on an H200."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 3)
+    return Tile(128, 64, 8, 4) if matrices * -(-columns // 128) >= FILLED * processors else Tile(32, 256, 4, 3)
 
 
 def ranks(rule: Routing, experts: int) -> bool:
@@ -136,13 +140,18 @@ def few_products(
     inner = torch.empty(rows * chosen, first.shape[1] // 2, dtype=h.dtype, device=h.device)
     made = torch.empty(rows * chosen, second.shape[1], dtype=h.dtype, device=h.device)
     pairs, pdl = rows * chosen <= count, has_hopper(h.device)
-    one, tiles = rows == 1, tiles or (choose_tile(h.dtype), choose_tile(h.dtype))
+    one, matrices, processors = rows == 1, min(rows * chosen, count), multiprocessors(h.device)
+
+    def tile_of(weight: Tensor) -> Tile:
+        return choose_tile(h.dtype, matrices, weight.shape[1], processors)
+
+    tiles = tiles or (tile_of(first), tile_of(second))
 
     def multiply(
         x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, name: str | None, scores: Tensor | None, tile: Tile
     ) -> None:
         _, columns, size = weight.shape
-        grid = (rows * chosen if pairs or one else count, -(-columns // tile.BN))
+        grid = (matrices, -(-columns // tile.BN))
         kernels().expert_kernel[grid](
             x, weight, bias, scores, *choice, out, rows, columns, size, weight.stride(0), **numbers_of(rule, count),
             SLOTS=power_of_two(chosen), ONE=one, PAIRS=pairs or one, ACTIVATION=name, BM=FEW,
@@ -160,7 +169,7 @@ def rows_of(h: Tensor, logits: Tensor, block: BlockWeights) -> Rows:
     assert router is not None
     given = block.fc, block.fc_bias, block.out, block.out_bias, name
     rows, chosen = len(h), router.rule.chosen
-    if rows == 1 and ranks(router.rule, logits.shape[1]):
+    if rows == 1 and logits.shape[1] <= MOST_AT_ONCE and ranks(router.rule, logits.shape[1]):
         choice = Choice(
             torch.empty(1, chosen, dtype=torch.int64, device=h.device),
             torch.empty(1, chosen, dtype=torch.float32, device=h.device),
