@@ -54,9 +54,14 @@ class ConvertOptions:
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_expert_parallel_size: Annotated[int, "expert parallel size of the Megatron-LM tree", Bounds(1)] = 1
+    ckpt_format: Annotated[
+        Literal["torch", "torch_dist"],
+        "the --ckpt-format of Megatron-LM: a file for each rank, or its default, one folder for every plan",
+    ] = "torch"
     transformer_impl: Annotated[
         Literal["local", "transformer_engine"] | None,
-        "the --transformer-impl of Megatron-LM that the tree is for; none: local, and for GPT-2 the names of 2023",
+        "the --transformer-impl of Megatron-LM that the tree is for; none: transformer_engine for torch_dist, else "
+        "local, and for GPT-2 the names of 2023",
     ] = None
     true_vocab_size: Annotated[
         int | None,
@@ -85,8 +90,14 @@ class ConvertOptions:
         ),
         Rule(
             "{field}={value} applies to --to megatron only; leave it out",
-            Changed(*SIZES, "transformer_impl"),
+            Changed(*SIZES, "ckpt_format", "transformer_impl"),
             Is("to", "!=", "megatron"),
+        ),
+        Rule(
+            "{field}={value} applies to ckpt_format=torch only, since every plan reads a folder of torch_dist; leave "
+            "it out",
+            Changed(*SIZES[1:]),
+            Is("ckpt_format", "==", "torch_dist"),
         ),
         Rule(
             "push={push} applies to --to hf and --to peft only; leave it out",
@@ -156,10 +167,16 @@ def write(path: Path, target: Path, options: ConvertOptions) -> None:
         save_huggingface(watched, target, dtype, tokenizer, files, origin)
     else:
         tensor, pipeline, expert = (getattr(options, name) for name in SIZES)
+        impl = options.transformer_impl
         for note in export_notes(source.config):
             say(note, warning=True)
         progress = source.iteration or None, source.consumed_samples
-        save_megatron(watched, target, tensor, pipeline, dtype, *progress, options.transformer_impl, expert)
+        if options.ckpt_format == "torch_dist":
+            from dtgpt.interop.megatron.export_dist import save_torch_dist  # which imports a second of torch
+
+            save_torch_dist(watched, target, tensor, dtype, *progress, impl or "transformer_engine")
+        else:
+            save_megatron(watched, target, tensor, pipeline, dtype, *progress, impl, expert)
         if tokenizer_place(path) is not None:
             say(f"{target} has no tokenizer, which a Megatron-LM tree cannot hold; name that of {path} by --tokenizer")
     if watched.problem:

@@ -1,6 +1,7 @@
 """`dtgpt inspect`: what a path holds, a model or token files."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import repeat
 from pathlib import Path
@@ -21,7 +22,7 @@ from dtgpt.interop.llmc import MAGIC
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import changed_fields
-from dtgpt.util.storage import open_regular
+from dtgpt.util.storage import located, open_regular
 
 MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # first bytes of a .bin of llm.c and of one of PyTorch
 OF_MODELS = {"recipe", "tensors"}
@@ -44,6 +45,7 @@ class InspectOptions(InspectDataConfig):
 
 def inspect(options: InspectOptions) -> None:
     """Print what the paths `options.input` hold. Raises UserError."""
+    options = replace(options, input=tuple(os.fspath(located(word)) for word in options.input))
     changed = changed_fields(options) - {"input"}
     for_data = changed - OF_MODELS
     models = [word for word in options.input if Path(word).exists() and not _means_tokens(word)]

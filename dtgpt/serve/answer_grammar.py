@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dtgpt.inference.grammar.vocabulary import BLANKS
+from dtgpt.inference.grammar.vocabulary import settings_of
 from dtgpt.posttrain.chats.messages import THOUGHT_BEGIN, THOUGHT_END
 from dtgpt.serve.problems import HttpProblem
 from dtgpt.serve.tool_calls import Tagged, form_of, is_harmony
@@ -55,15 +55,26 @@ def read_choice(given: Any, tools: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def grammar_of(
-    template: str, schema: dict[str, Any] | None, calls: list[dict[str, Any]], one_call: bool
+    template: str,
+    schema: dict[str, Any] | None,
+    calls: list[dict[str, Any]],
+    one_call: bool,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Return the fields of `GrammarOptions` that keep an answer to a schema, or to calls of one of `calls` if there are
-    any; none of another answer. Raise HttpProblem 400 for what a chat template has no form for."""
-    if not calls:
+    """Return the fields of `GrammarOptions` that keep an answer to calls of one of `calls` if there are any, or to a
+    schema, in whose place a model may call `tools`; none of another answer. Raise HttpProblem 400 for what a chat
+    template has no form for."""
+    if not calls and (schema is None or not tools):
         return {} if schema is None else {"json_schema": json.dumps(schema)}
     if is_harmony(template):
-        raise HttpProblem(400, f"{CHOICE} cannot ask for a call from this model; use auto or none", CHOICE)
-    return {"grammar": call_grammar(template, calls, one_call)}
+        if calls:
+            raise HttpProblem(400, f"{CHOICE} cannot ask for a call from this model; use auto or none", CHOICE)
+        raise HttpProblem(
+            400, f"{FORMAT} leaves this model no calls of tools; leave it out, or use {CHOICE}=none", FORMAT
+        )
+    if calls:
+        return {"grammar": call_grammar(template, calls, one_call)}
+    return {"grammar": call_grammar(template, [tool.get("function", tool) for tool in tools], one_call, schema)}
 
 
 def free_text(template: str, end: str, thinks: bool, begun: bool) -> dict[str, str]:
@@ -78,16 +89,23 @@ def free_text(template: str, end: str, thinks: bool, begun: bool) -> dict[str, s
     return {"free_until": THOUGHT_END, "free_from": THOUGHT_BEGIN}
 
 
-def call_grammar(template: str, functions: list[dict[str, Any]], one_call: bool) -> str:
-    """Return a grammar of calls of functions, in the form that a chat template shows a model."""
+def call_grammar(
+    template: str, functions: list[dict[str, Any]], one_call: bool, answer: dict[str, Any] | None = None
+) -> str:
+    """Return a grammar of calls of functions, in the form that a chat template shows a model, or of an answer that
+    keeps to a schema."""
     tagged = form_of(template) is Tagged
     lines = [f"tool_{i}: %json {json.dumps(_call_schema(one, tagged))}" for i, one in enumerate(functions)]
     tool = " | ".join(f"tool_{i}" for i in range(len(functions)))
+    other = ""
+    if answer is not None:
+        other = " | answer"
+        lines.append(f"answer: %json {json.dumps({**answer, 'x-guidance': settings_of(answer)})}")
     if not tagged:
-        return "\n".join([f"start: {tool}", *lines])
+        return "\n".join([f"start: {tool}{other}", *lines])
     several = "" if one_call else ' ("\\n" call)*'
     call = f'call: "{Tagged.begin}\\n" ({tool}) "\\n{Tagged.end}"'
-    return "\n".join([f"start: call{several}", call, *lines])
+    return "\n".join([f"start: call{several}{other}", call, *lines])
 
 
 def _call_schema(function: dict[str, Any], tagged: bool) -> dict[str, Any]:
@@ -96,7 +114,7 @@ def _call_schema(function: dict[str, Any], tagged: bool) -> dict[str, Any]:
     name = "arguments" if tagged else "parameters"
     return {
         **{word: arguments[word] for word in KEYWORDS if word in arguments},
-        "x-guidance": {"whitespace_pattern": BLANKS},
+        "x-guidance": settings_of(arguments),
         "type": "object",
         "properties": {"name": {"const": function["name"]}, name: arguments},
         "required": ["name", name],

@@ -65,13 +65,11 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     likeliest, begun = _logprobs(body), _begun(body)
     one_call = read_kind(PARALLEL, True if body.get(PARALLEL) is None else body[PARALLEL], SWITCH) is False
     schema, chat = read_format(body.get(FORMAT)), _render(body, prompts, begun)
-    if schema is not None and chat.tools:
-        raise HttpProblem(400, f"{FORMAT} leaves no calls of tools; leave it out, or use {CHOICE}=none", FORMAT)
     end = text_of(service.model.known_tokenizer, chat.ids[-END:])
     # What a user wrote may have the tag, too: the end of the prompt tells, or the answer that is begun.
     thinks = end.rstrip().endswith(THOUGHT_BEGIN) or (begun and ends_within(chat.last))
     one_call = one_call or isinstance(body.get(CHOICE), dict)  # of the tool that is named
-    grammar = grammar_of(chat.template, schema, chat.calls, one_call)
+    grammar = grammar_of(chat.template, schema, chat.calls, one_call, chat.tools)
     if grammar:
         grammar |= free_text(chat.template, end, thinks, begun)
     room = max(1, service.config.seq_length - len(chat.ids))

@@ -77,6 +77,10 @@ def test_a_name_of_the_hub_is_as_good_as_its_folder(recipe, exported, tmp_path, 
         assert command("generate", path, "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0") == 0
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first == second
+    assert command("inspect", "hf:org/tiny", "--tensors") == command("inspect", exported, "--tensors") == 0
+    first, second = capsys.readouterr().out.split("HuggingFace model ")[1:]
+    assert first.splitlines()[1:] == second.splitlines()[1:]
+    assert command("inspect", "hf:org/none") == 2 and "hf:org/none is not in the cache" in capsys.readouterr().err
     for words in (["convert", exported, tmp_path / "out"], ["generate", exported]):
         assert command(*words, "--adapter", "hf:org/lora") == 2
         assert "hf:org/lora is not in the cache" in capsys.readouterr().err

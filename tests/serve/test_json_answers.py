@@ -2,13 +2,14 @@
 
 import json
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.inference.grammar.one_of import one_of_is_any_of
 from dtgpt.serve.answer_grammar import FINAL, call_grammar, free_text, grammar_of
 from dtgpt.serve.problems import HttpProblem
 from tests.support.chats import HERMES, LLAMA3, QWEN3, write_tokenizer
@@ -146,6 +147,76 @@ def test_an_answer_must_call_a_tool(hermes):
     assert len(several.tool_calls) > 1
 
 
+def test_an_answer_keeps_to_a_schema_or_calls_a_tool(hermes):
+    """As agents ask whose last answer has a type."""
+    kinds = set()
+    for seed in range(12):
+        bias = {"60": 6} if seed % 2 else {}
+        choice = create(hermes, tools=[ADD, NOW], response_format=FORMAT, seed=seed, logit_bias=bias).choices[0]
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            assert not choice.message.content
+            assert {call.function.name for call in choice.message.tool_calls} <= {"add", "now"}
+        elif choice.finish_reason == "stop":
+            assert Person.model_validate_json(choice.message.content) and not choice.message.tool_calls
+    assert {"tool_calls", "stop"} <= kinds
+    forced = create(hermes, tools=[NOW], response_format=FORMAT, tool_choice="required", parallel_tool_calls=False)
+    assert forced.choices[0].message.tool_calls[0].function.name == "now"
+
+
+class Cat(BaseModel, extra="forbid"):
+    kind: Literal["cat"]
+    lives: Literal[1, 9]
+
+
+class Dog(BaseModel, extra="forbid"):
+    kind: Literal["dog"]
+    good: bool
+
+
+class Pets(BaseModel, extra="forbid"):
+    pets: list[Annotated[Cat | Dog, Field(discriminator="kind")]] = Field(min_length=1, max_length=2)
+
+
+def test_tagged_unions(client):
+    """Pydantic's schema of them, as it is: oneOf."""
+    schema = Pets.model_json_schema()
+    assert "oneOf" in json.dumps(schema)
+    form = {"type": "json_schema", "json_schema": {"name": "Pets", "schema": schema}}
+    found = [
+        Pets.model_validate_json(create(client, response_format=form, seed=s).choices[0].message.content)
+        for s in range(6)
+    ]
+    assert {type(pet) for each in found for pet in each.pets} == {Cat, Dog}
+
+
+@pytest.mark.parametrize("alternatives, apart", [
+    ([{"type": "string"}, {"type": "integer"}, {"type": "null"}], True),
+    ([{"type": "number"}, {"type": "integer"}], False),
+    ([{"const": 1}, {"const": 2}, {"enum": ["1", None]}], True),
+    ([{"const": 1}, {"enum": [1.0, 3]}], False),
+    ([{"const": True}, {"const": 1}], True),
+    ([{"const": "a"}, {"type": "object"}], True),
+    ([{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 4}], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/none"}], False),
+    ([{"$ref": "#/$defs/a"}, {"type": "object", "properties": {"kind": {"const": "b"}}}], True),
+    ([{"type": "object", "properties": {"kind": {"const": k}}} for k in "ab"], False),  # neither has to have it
+    ([{"properties": {"kind": {"const": k}}, "required": ["kind"]} for k in "ab"], False),  # a text is both
+    ([{}, {"type": "string"}], False),
+    ([True, {"type": "string"}], False),
+    ([{"const": i} for i in range(200)], False),
+])  # fmt: skip
+def test_alternatives_that_exclude_each_other(alternatives, apart):
+    both = {k: {"type": "object", "properties": {"kind": {"const": k}}, "required": ["kind"]} for k in "ab"}
+    schema = {"type": "array", "items": {"oneOf": alternatives}, "$defs": both}
+    assert one_of_is_any_of(schema) is apart
+    assert not one_of_is_any_of({"anyOf": alternatives})
+    loop = {"oneOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {"x": {"$ref": "#/$defs/x"}}}
+    assert not one_of_is_any_of(loop)
+
+
 def test_a_thought_may_come_before_an_answer(tmp_path):
     """The token that begins one is likelier here than any other, as is the end of it behind it."""
     tokenizer = open_tokenizer(str(write_tokenizer(tmp_path, "qwen3", QWEN3)))
@@ -173,6 +244,8 @@ def test_what_comes_before_a_grammar():
     assert grammar_of(QWEN3, None, [], True) == {}
     with pytest.raises(HttpProblem, match="tool_choice cannot ask for a call from this model"):
         grammar_of(harmony, None, [ADD["function"]], True)
+    with pytest.raises(HttpProblem, match=r"response_format leaves this model no calls of tools; .* tool_choice=none"):
+        grammar_of(harmony, {}, [], True, [ADD])
 
 
 def test_calls_of_llama_have_parameters():
@@ -188,6 +261,8 @@ def test_calls_of_llama_have_parameters():
      "the JSON schema cannot be kept to .Invalid type: thing.; change it"),
     ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}},
      "uniqueItems"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"oneOf": [{"type": "number"}, {"const": 1}]}}},
+     "oneOf constraints are not supported"),
 ])  # fmt: skip
 def test_a_form_that_cannot_be_kept_to_is_a_sentence(client, given, wrong):
     with pytest.raises(openai.BadRequestError, match=wrong):

@@ -151,7 +151,6 @@ def test_results_go_on_with_the_chat(client):
     ({"tool_choice": "any"}, "tool_choice='any' is not a choice; use auto, none, required, or "),
     ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "names 'no', which is none of the tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice=required needs tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format leaves no calls of tools; .* use tool_choice=none"),
     ({"tools": [{"type": "function"}]}, "tool 0 is .* which is no function with a name"),
     ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tool 0 has the type 'web'; use function"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice=auto needs tools"),

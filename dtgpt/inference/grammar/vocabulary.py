@@ -1,11 +1,13 @@
 """The tokens of a model as llguidance needs them, and the grammars that were compiled for them."""
 
+import json
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.grammar.one_of import one_of_is_any_of
 from dtgpt.util.errors import UserError
 from dtgpt.util.shared.optional import optional_package
 
@@ -13,6 +15,11 @@ BLANKS = r" |\n[ \t]{0,64}"  # between parts of JSON: without a limit, a text mi
 BROKEN = "\ufffd"
 MARK = "\x02"  # no tokenizer merges it with what is behind
 LONGEST_REASON = 200  # characters of what the library says
+
+
+def settings_of(schema: Any) -> dict[str, Any]:
+    """Return how the library is to take a schema."""
+    return {"whitespace_pattern": BLANKS, "coerce_one_of": one_of_is_any_of(schema)}
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes]:
@@ -75,7 +82,7 @@ class Vocabulary:
         library cannot keep to it."""
         matcher = self.library.LLMatcher
         if schema:
-            grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": BLANKS})
+            grammar = matcher.grammar_from_json_schema(schema, overrides=settings_of(json.loads(schema)))
         else:
             grammar = matcher.grammar_from_lark(grammar)
         found = matcher(self.opened, grammar, log_level=0, limits=self.library.LLParserLimits(verbose_errors=False))

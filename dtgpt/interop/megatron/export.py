@@ -65,36 +65,41 @@ def save_megatron(
     that do not divide the model; and for weights beyond fp16.
     """
     config = source.config
-    architecture = _architecture_of(config)
+    architecture = architecture_of(config)
     sizes = tensor_parallel_size, pipeline_parallel_size, expert_parallel_size
-    _check_sizes(architecture, config, *sizes)
+    check_sizes(architecture, config, *sizes)
     check_dtype(dtype)
     architecture.check_export(config)
     target = Target(architecture, family or architecture.FAMILY, dtype, *sizes)
     state = {"checkpoint_version": VERSION, "iteration": iteration or 0}
-    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    name = folder_name(iteration)
     with new_folder(folder) as partial:
         for number, (p, e, t) in enumerate(product(*map(range, (sizes[1], sizes[2], sizes[0])))):
             rank = Rank(t, p, e)
             path = partial / name / rank_folder(rank, sizes[1] > 1, sizes[2] > 1) / FILE_NAMES[0]
             path.parent.mkdir(parents=True)
-            args = _args(config, target, iteration, consumed_samples)
+            args = args_of(config, target, iteration, consumed_samples)
             args.rank = number  # by which readers know files that changed places
-            _save({"args": args, **state, "model": _stage(source, target, rank)}, path)
+            save_file({"args": args, **state, "model": _stage(source, target, rank)}, path)
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
 
 
 def export_notes(config: ModelConfig) -> list[str]:
     """Return what Megatron-LM computes otherwise than dtgpt. Raise UserError for a model that it cannot compute."""
-    return _architecture_of(config).check_export(config)
+    return architecture_of(config).check_export(config)
 
 
-def _architecture_of(config: ModelConfig) -> MegatronArchitecture:
+def architecture_of(config: ModelConfig) -> MegatronArchitecture:
     check_architecture(config, ARCHITECTURES, "Megatron-LM tree")
     return ARCHITECTURES[config.architecture]
 
 
-def _check_sizes(
+def folder_name(iteration: int | None) -> str:
+    """Return the name of the folder of a checkpoint, None being a release."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def check_sizes(
     architecture: MegatronArchitecture,
     config: ModelConfig,
     tensor_parallel_size: int,
@@ -119,7 +124,7 @@ def _check_sizes(
                 raise UserError(f"{name}={size} cannot be split over {over}={ranks}; use {over}={listed(fitting)}")
 
 
-def _save(content: dict[str, Any], path: Path) -> None:
+def save_file(content: dict[str, Any], path: Path) -> None:
     """Write by torch.save, with a full disk as an OSError like any other."""
     with open(path, "wb") as file:
         try:
@@ -131,12 +136,12 @@ def _save(content: dict[str, Any], path: Path) -> None:
 def _stage(source: Source, target: Target, rank: Rank) -> dict[str, Any]:
     """Return what Megatron-LM keeps under `model` for one rank."""
     model: dict[str, Any] = {}
-    for key, (name, part) in _parameters(source.config, target, rank).items():
+    for key, (name, part) in parameters_of(source.config, target, rank).items():
         *path, last = key
         place = model
         for outer in path:
             place = place.setdefault(outer, {})
-        place[last] = _piece(source, target, rank.tensor, name, part)
+        place[last] = piece_of(source, target, rank.tensor, name, part)
         if target.family != "nested" and (module := last.removesuffix(".weight")).rpartition(".")[2] in WITH_STATE:
             place[f"{module}._extra_state"] = None  # without it, its loader says that keys are missing
     if target.family != "nested" and rank.pipeline == target.pipeline_parallel_size - 1:
@@ -144,7 +149,7 @@ def _stage(source: Source, target: Target, rank: Rank) -> dict[str, Any]:
     return model
 
 
-def _parameters(config: ModelConfig, target: Target, rank: Rank) -> dict[tuple[str, ...], tuple[str, Ranges]]:
+def parameters_of(config: ModelConfig, target: Target, rank: Rank) -> dict[tuple[str, ...], tuple[str, Ranges]]:
     """Return dtgpt's name of each tensor of a rank, and the elements of that parameter of which tensor-parallel ranks
     have pieces, by Megatron-LM's key."""
     stage, architecture = rank.pipeline, target.architecture
@@ -183,11 +188,11 @@ def _whole(shape: Shape) -> list[range]:
     return [range(n) for n in shape]
 
 
-def _piece(source: Source, target: Target, tensor_rank: int, name: str, part: Ranges) -> Tensor:
+def piece_of(source: Source, target: Target, tensor_rank: int, name: str, part: Ranges) -> Tensor:
     """Return one rank's part of a parameter, or of one expert's matrix, as Megatron-LM stores it."""
     config = source.config
     if has_vocabulary(name, config):
-        return _table(source, target, tensor_rank, name)
+        return table_of(source, target, tensor_rank, name)
     dim, stacked, part = cut_dimension(name, config), is_stack(name, config), list(part)
     if dim is not None:
         part[dim + stacked] = chunk(part[dim + stacked], target.tensor_parallel_size, tensor_rank)
@@ -196,7 +201,7 @@ def _piece(source: Source, target: Target, tensor_rank: int, name: str, part: Ra
     return cast(target.architecture.to_theirs(tensor[0] if stacked else tensor, name, config), dtype, name)
 
 
-def _table(source: Source, target: Target, tensor_rank: int, name: str) -> Tensor:
+def table_of(source: Source, target: Target, tensor_rank: int, name: str) -> Tensor:
     """Return one rank's rows of a table with a row for each token. Rows of padding repeat the last token's, as in
     Megatron-LM's converter: their logits take part in its softmax, and zeros would outweigh rare tokens."""
     config = source.config
@@ -208,7 +213,7 @@ def _table(source: Source, target: Target, tensor_rank: int, name: str) -> Tenso
     return cast(true[index], target.dtype, name)
 
 
-def _args(config: ModelConfig, target: Target, iteration: int | None, consumed_samples: int) -> Namespace:
+def args_of(config: ModelConfig, target: Target, iteration: int | None, consumed_samples: int) -> Namespace:
     """Return the arguments that Megatron-LM compares with its own when it loads, takes over with
     --use-checkpoint-args, and that its converters read. Enums are left out, so that the file opens without
     Megatron-LM."""
