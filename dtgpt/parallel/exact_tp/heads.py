@@ -25,7 +25,8 @@ def attend_by_heads(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, site: 
     made = []
     for index, own in enumerate(zip(q.split(group, 2), k.split(1, 2), v.split(1, 2), strict=True)):
         place = first + index * group, *others
-        made.append(aligned(core.compute(*map(aligned, own), (key, p, place), seen)))
+        one, keys, values = map(aligned, own)
+        made.append(aligned(core.compute(one, keys, values, (key, p, place), seen)))
     return torch.cat(made, dim=2)
 
 
