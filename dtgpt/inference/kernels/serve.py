@@ -146,7 +146,8 @@ class ExactBits:
         columns of the logits `[M, V_local]`; stages: of the model, whose head says how its loss is summed."""
         config = stages[0].config
         heads = [module for stage in stages for module in stage.modules() if isinstance(module, Output)]
-        if (loss := bound_of(heads[0]).loss) is not None:  # of sums in pieces
+        loss: Any = bound_of(heads[0]).loss
+        if loss is not None:  # of sums in pieces
             chosen = [loss.log_probabilities(logits, each, config.vocab_size) for each in (ids, *top_ids.unbind(1))]
             return _scores(chosen, top_ids)
         first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start

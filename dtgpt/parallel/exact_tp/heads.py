@@ -24,9 +24,9 @@ def attend_by_heads(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, site: 
     (first, *others), group = starts[0] if starts else (0, 0, 0), q.shape[2] // k.shape[2]
     made = []
     for index, own in enumerate(zip(q.split(group, 2), k.split(1, 2), v.split(1, 2), strict=True)):
-        own_q, own_k, own_v = map(aligned, own)
         place = first + index * group, *others
-        made.append(aligned(core.compute(own_q, own_k, own_v, (key, p, place), seen, index * group)))
+        one, keys, values = map(aligned, own)
+        made.append(aligned(core.compute(one, keys, values, (key, p, place), seen, index * group)))
     return torch.cat(made, dim=2)
 
 

@@ -271,7 +271,7 @@ def gradient_kernel(
             if CHAINS == 1:
                 out.store([row, column], total.to(dy.dtype))
             else:
-                r = chain.to(tl.int64) * (down * BM) + row + tl.arange(0, BM)[:, None]
+                r = tl.cast(chain, tl.int64) * (down * BM) + row + tl.arange(0, BM)[:, None]
                 if PACKED:  # as in `keep`
                     a, b = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
                     at_part = r * (across * BN) + column + 2 * tl.arange(0, BN // 2)[None, :]

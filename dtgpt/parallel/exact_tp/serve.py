@@ -94,7 +94,7 @@ why_older = partial(why_below, HOPPER)
 ROWS = f"bf16, over {FEW} rows"
 ADDENDS = (
     Kernel(
-        "Triton: pieces and tree in registers",
+        "Triton: pieces added as they are made",
         _in_registers,
         lambda *x: kernels().tree_product(*x),
         why_older,
