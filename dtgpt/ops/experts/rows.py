@@ -25,8 +25,7 @@ class Order(NamedTuple):
     ends: Tensor  # int32 [E]: the row behind the last one of each expert
 
 
-def sorted_rows(experts: Tensor, count: int) -> Order:
-    """Return the order of rows by (expert, token) for experts int64 `[N, k]` of `count`, each once in a row."""
+def _sorted_rows(experts: Tensor, count: int) -> Order:
     flat = experts.flatten()
     by_expert, slots = flat.sort(stable=True)
     rows = torch.arange(len(flat), device=flat.device)
@@ -34,6 +33,10 @@ def sorted_rows(experts: Tensor, count: int) -> Order:
     known = torch.arange(count, device=flat.device)
     ends = torch.searchsorted(by_expert, known, right=True, out_int32=True)
     return Order(slots.div(experts.shape[1], rounding_mode="floor"), slots, places, ends)
+
+
+# experts int64 `[N, k]`, each once in a row, and their number: the order of rows by (expert, token).
+sorted_rows = Operation("sorted_rows", _sorted_rows, "rows by (expert, token)")
 
 
 class _Gathered(torch.autograd.Function):

@@ -26,6 +26,8 @@ CAPABILITY = Capability(
         "gated": "dtgpt.ops.kernels.pointwise:GATED",
         "choice": "dtgpt.ops.kernels.decode.experts:CHOICE",
         "expert_sums": "dtgpt.ops.kernels.decode.experts:SUMS",
+        "ranked": "dtgpt.ops.kernels.experts:RANKED",
+        "sorted_rows": "dtgpt.ops.kernels.experts:SORTED_ROWS",
         "grouped_product": "dtgpt.ops.kernels.experts:GROUPED_PRODUCT",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",

@@ -209,6 +209,6 @@ def _sum(x: Tensor, choice: Choice, *others: Any) -> Tensor:
     return sums_of(few_products(x.contiguous(), choice, *others), choice.weights, None, x.dtype)
 
 
-FEW_TOKENS = f"decode steps of up to {FEW} tokens, not exact"
+FEW_TOKENS = f"up to {FEW} decoded tokens, not exact"
 CHOICE = (by_triton(_choose, _takes_choice, f"{FEW_TOKENS}; softmax"),)
 SUMS = (by_triton(_sum, _takes_sums, FEW_TOKENS),)
