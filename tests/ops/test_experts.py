@@ -266,13 +266,15 @@ INTERPRETED = """
 import torch
 from dtgpt.ops.experts.products import grouped_reference
 from dtgpt.ops.experts.rows import _weighted, _weighted_gradients, sorted_rows
-from dtgpt.ops.kernels.expert_kernels import grouped_outer, grouped_product, weighted_rows, weighted_rows_gradients
+from dtgpt.ops.kernels.expert_kernels import grouped_outer, grouped_product, spread_rows, weighted_rows
+from dtgpt.ops.kernels.expert_kernels import weighted_rows_gradients
 from tests.ops.test_experts import ALL_TO_ONE, TOLERANCE, WIDE, numbers, problem, relative
 
 for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torch.float32, ALL_TO_ONE)):
     given = problem(dtype, experts, tokens=37)
     order = sorted_rows(given.experts, 6)
     rows = given.x.detach()[order.tokens]
+    assert torch.equal(spread_rows(given.x.detach(), order.places), rows)
     weight, weights = given.weight.detach(), given.weights.detach()
     limit = TOLERANCE[dtype]
     y = grouped_product(rows, weight, order.ends)

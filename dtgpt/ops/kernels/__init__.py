@@ -29,6 +29,7 @@ CAPABILITY = Capability(
         "ranked": "dtgpt.ops.kernels.experts:RANKED",
         "sorted_rows": "dtgpt.ops.kernels.experts:SORTED_ROWS",
         "grouped_product": "dtgpt.ops.kernels.experts:GROUPED_PRODUCT",
+        "spread_rows": "dtgpt.ops.kernels.experts:SPREAD_ROWS",
         "weighted_rows": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS",
         "weighted_rows_gradients": "dtgpt.ops.kernels.experts:WEIGHTED_ROWS_GRADIENTS",
         "joint_rotary": "dtgpt.ops.kernels.joint_rotary:JOINT",

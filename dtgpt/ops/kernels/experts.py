@@ -71,6 +71,7 @@ def _sums(x: Tensor, *_: Any) -> bool:
     return x.dtype in SERVED and has_triton(x)
 
 
+SPREAD_ROWS = (by_triton(lambda x, places, tokens: expert_kernels().spread_rows(x, places), _sums),)
 WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given), _sums),)
 WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given), _sums),)
 
