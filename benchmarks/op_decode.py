@@ -3,6 +3,7 @@ the bytes' floor. Every product has weights of several layers in turn, so that t
 
     python benchmarks/op_decode.py
     python benchmarks/op_decode.py --model llama32_1b --rows 1 64
+    python benchmarks/op_decode.py --model olmoe --rows 1 2 4 8 16
 """
 
 import argparse
@@ -22,6 +23,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.kernels.attention.cached import decode_attention
 from dtgpt.ops.kernels.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.kernels.decode.experts import choice_of, logits_of, rows_of
 from dtgpt.ops.kernels.decode.weights import BlockWeights
 from dtgpt.parallel.balanced_stages.cut import block_flops
 from dtgpt.parallel.cache_sizes import core_sizes
@@ -61,6 +63,24 @@ def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> N
     print(f"{name:>22} M={rows:<4} floor {1e6 * bytes_moved / COPY_RATE:7.2f}  {cells}", flush=True)
 
 
+def measure_experts(x: Tensor, blocks: list[BlockWeights]) -> float:
+    """Print the times of the blocks' experts for x `[M, H]`. Return the bytes of those that no row of x chooses."""
+    rows, layers = len(x), len(blocks)
+    routers = [block.router for block in blocks if block.router is not None]
+
+    def route() -> list[Tensor]:
+        return [logits_of(x, router.weight, router.bias) for router in routers]
+
+    logits = route()
+    used = statistics.mean(len(choice_of(own, routers[0].rule).experts.unique()) for own in logits)
+    stacks = blocks[0].fc.nbytes + blocks[0].out.nbytes
+    read = stacks * used / len(routers[0].weight)
+    line("router", rows, routers[0].weight.nbytes, {"ours": microseconds(route, layers)})
+    made = microseconds(lambda: [rows_of(x, own, block) for own, block in zip(logits, blocks, strict=True)], layers)
+    line(f"{used:.1f} experts", rows, read, {"ours": made})
+    return stacks - read
+
+
 def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     """Print the times of a block's kernels and of the head, for each number of rows."""
     layers = max(4, WEIGHTS // (2 * block_flops(inventory(config), 0, 0) // 6))
@@ -72,7 +92,7 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     for rows in most_rows:
         slots, positions = torch.arange(rows, device=CUDA), torch.full((rows,), position, device=CUDA)
         caches = [Write(k, v, slots, positions) for k, v in zip(keys, values, strict=True)]
-        widths = {name: getattr(blocks[0], name).shape[1] for name in ("qkv", "proj", "fc", "out")}
+        widths = {name: getattr(blocks[0], name).shape[-1] for name in ("qkv", "proj", "fc", "out")}
         inputs = {name: random(rows, size) for name, size in widths.items()}
         rotary = blocks[0].rotary
         packed = random(rows, kv_heads, config.num_heads // kv_heads + 2, dim)[:, :, :-2]
@@ -96,16 +116,23 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
 
         products("qkv", "qkv" if rotary is None else "plain")
         products("proj", "groups")
-        products("fc", blocks[0].activation)
-        products("out", "groups")
         x = inputs["qkv"]
+        weights = sum(value.nbytes for value in blocks[0] if isinstance(value, Tensor))
+        if blocks[0].router is None:
+            products("fc", blocks[0].activation)
+            products("out", "groups")
+        else:
+            weights -= measure_experts(x, blocks)
         stream = Residual(x, torch.zeros(8, rows, config.hidden_size, device=CUDA), blocks[0].out_bias)
         norm = microseconds(lambda: [residual_norm(stream, b.norm_1, b.norm_1_bias, b.eps) for b in blocks], layers)  # noqa: B023
         line("norm of 8 groups", rows, 32 * stream.x.numel(), {"ours": norm})
-        attention = microseconds(lambda: [decode_attention(packed, *cache, rotary) for cache in caches], layers)  # noqa: B023
+        joint = blocks[0].joint
+        attention = microseconds(
+            lambda: [decode_attention(packed, *cache, rotary, joint=joint) for cache in caches],  # noqa: B023
+            layers,
+        )
         cached = rows * (position + 1) * 2 * kv_heads * dim * 2
         line(f"attention at {position}", rows, cached, {"ours": attention})
-        weights = sum(value.nbytes for value in blocks[0] if isinstance(value, Tensor))
         whole = microseconds(lambda: run_blocks(x, blocks, keys, values, slots, positions), layers)  # noqa: B023
         line(f"block at {position}", rows, weights + cached, {"ours": whole})
         line("head", rows, head.table.nbytes, {"ours": microseconds(lambda: run_head(Residual(x), head), 1)})  # noqa: B023

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.ops.experts import routing, rows
 from dtgpt.ops.experts.products import grouped_linear, grouped_product, masked_product
 from dtgpt.ops.experts.routing import Routing, choose, ranked, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
@@ -265,13 +266,15 @@ INTERPRETED = """
 import torch
 from dtgpt.ops.experts.products import grouped_reference
 from dtgpt.ops.experts.rows import _weighted, _weighted_gradients, sorted_rows
-from dtgpt.ops.kernels.expert_kernels import grouped_outer, grouped_product, weighted_rows, weighted_rows_gradients
+from dtgpt.ops.kernels.expert_kernels import grouped_outer, grouped_product, spread_rows, weighted_rows
+from dtgpt.ops.kernels.expert_kernels import weighted_rows_gradients
 from tests.ops.test_experts import ALL_TO_ONE, TOLERANCE, WIDE, numbers, problem, relative
 
 for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torch.float32, ALL_TO_ONE)):
     given = problem(dtype, experts, tokens=37)
     order = sorted_rows(given.experts, 6)
     rows = given.x.detach()[order.tokens]
+    assert torch.equal(spread_rows(given.x.detach(), order.places), rows)
     weight, weights = given.weight.detach(), given.weights.detach()
     limit = TOLERANCE[dtype]
     y = grouped_product(rows, weight, order.ends)
@@ -305,6 +308,41 @@ for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torc
     tail = torch.full((5, y.shape[1]), torch.nan, dtype=dtype)
     assert torch.equal(grouped_outer(torch.cat([y, tail]), more, order.ends), grouped_outer(y, rows, order.ends))
 """
+
+
+def check_orders(device: str = "cpu") -> None:
+    """Compare ranks and orders of kernels with those of PyTorch's sorts: ties, infinities, and what is no number."""
+    from dtgpt.ops.kernels import sort_kernels as kernels
+
+    for tokens, count, chosen in ((1, 4, 2), (300, 64, 8), (5, 5, 5), (130, 40, 7), (40, 200, 3)):
+        scores = (2 * numbers(tokens, count, dtype=torch.float32)).round() / 2
+        scores[0, 1], scores[-1, 2], scores[-1, 0] = math.inf, -math.inf, math.nan
+        scores[tokens // 2], scores[tokens // 3] = math.nan, -math.inf
+        scores = scores.to(device)
+        found = kernels.ranked(scores, chosen)
+        assert torch.equal(found, routing._ranked(scores, chosen))
+        for experts in (found, torch.full_like(found, count - 1)):
+            for one, other in zip(kernels.sorted_rows(experts, count), rows._sorted_rows(experts, count), strict=True):
+                assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+ORDERS = """
+from tests.ops.test_experts import check_orders
+from tests.support.interpreter import let_kernels_loop
+
+let_kernels_loop()
+check_orders()
+"""
+
+
+@needs_triton
+def test_orders_of_kernels_are_those_of_stable_sorts_in_the_interpreter():
+    run_interpreted(ORDERS)
+
+
+@pytest.mark.cuda
+def test_orders_of_kernels_are_those_of_stable_sorts():
+    check_orders("cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.linear import linear
-from dtgpt.ops.operation import is_apart
+from dtgpt.ops.operation import Operation, is_apart
 
 Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SMALLEST = 1e-20  # added to the sum of sigmoids that divides them (DeepSeek-AI 2024, DeepSeek-V3)
@@ -65,9 +65,12 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return made if bias is None else made + bias.to(wide)
 
 
-def ranked(scores: Tensor, count: int) -> Tensor:
-    """Return the indices int64 `[.., count]` of the largest scores, of equal ones the smaller index first."""
+def _ranked(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+# scores `[.., E]`, count: the indices int64 `[.., count]` of the largest, of equal ones the smaller index first.
+ranked = Operation("ranked", _ranked, "indices of the largest scores")
 
 
 def scores_of(logits: Tensor, rule: Routing, correction: Tensor | None) -> Tensor:

@@ -25,8 +25,7 @@ class Order(NamedTuple):
     ends: Tensor  # int32 [E]: the row behind the last one of each expert
 
 
-def sorted_rows(experts: Tensor, count: int) -> Order:
-    """Return the order of rows by (expert, token) for experts int64 `[N, k]` of `count`, each once in a row."""
+def _sorted_rows(experts: Tensor, count: int) -> Order:
     flat = experts.flatten()
     by_expert, slots = flat.sort(stable=True)
     rows = torch.arange(len(flat), device=flat.device)
@@ -36,13 +35,17 @@ def sorted_rows(experts: Tensor, count: int) -> Order:
     return Order(slots.div(experts.shape[1], rounding_mode="floor"), slots, places, ends)
 
 
+# experts int64 `[N, k]`, each once in a row, and their number: the order of rows by (expert, token).
+sorted_rows = Operation("sorted_rows", _sorted_rows, "rows by (expert, token)")
+
+
 class _Gathered(torch.autograd.Function):
     """Rows of tokens, in whose gradients each token adds those of its rows in the order of slots."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.save_for_backward(order.places)
-        return x.index_select(0, order.tokens)
+        return spread_rows(x.contiguous(), order.places, order.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -73,10 +76,25 @@ def _weighted_gradients(
     return dy, torch.where(places < 0, 0, torch.stack(list(products), 1)).to(weights.dtype)
 
 
+def _spread(x: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    return x.index_select(0, tokens)
+
+
+SPREAD_ROWS = Operation("spread_rows", _spread, "y[places[t, j]] = x[t]")
 WEIGHTED_ROWS = Operation("weighted_rows", _weighted, "y[t] = the sum over j of w[t, j] x[places[t, j]]")
 WEIGHTED_ROWS_GRADIENTS = Operation(
     "weighted_rows_gradients", _weighted_gradients, "w[t, j] dy[t], and the product of dy[t] and x[places[t, j]]"
 )
+
+
+@torch.library.custom_op("dtgpt::spread_rows", mutates_args=())
+def _spread_op(x: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    return SPREAD_ROWS(x, places, tokens)
+
+
+@_spread_op.register_fake
+def _(x: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    return x.new_empty(len(tokens), x.shape[1])
 
 
 @torch.library.custom_op("dtgpt::weighted_rows", mutates_args=())
@@ -112,6 +130,8 @@ def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callab
     return call
 
 
+# x, places, tokens: the rows `[M, H]` of tokens x `[N, H]`, each in all of its places `[N, k]`, which are all rows.
+spread_rows = plain_on_cpu(SPREAD_ROWS, _spread_op)
 # y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]` times row of y `[M, H]`, in y's dtype.
 weighted_rows = plain_on_cpu(WEIGHTED_ROWS, _weighted_op)
 # grad, y, weights, places, tokens, slots: the gradients of y, of which rows without a slot may be anything, and of the

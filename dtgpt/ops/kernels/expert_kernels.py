@@ -82,6 +82,17 @@ def outer_kernel(dy, x, ends, dweight, N, K, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def spread_kernel(x, places, y, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a part of one token's row `[F]` to each of its places: it is read once, and not once for each of them."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token * F + columns, columns < F)
+    for slot in range(SLOTS):
+        row = tl.load(places + token * SLOTS + slot)
+        tl.store(y + row * F + columns, value, columns < F)
+
+
+@triton.jit
 def weighted_kernel(y, weights, places, out, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write a part of one token's sum `[F]` over its slots of weight times row of y; places None: as they lie."""
     token = tl.program_id(0).to(tl.int64)
@@ -140,6 +151,15 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     grid = (triton.cdiv(columns, tile["COLUMNS"]), triton.cdiv(inner, tile["INNER"]), count)
     outer_kernel[grid](dy, x, ends, dweight, columns, inner, **tile)
     return dweight
+
+
+def spread_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Return rows `[N k, F]`, of which each of the places int64 `[N, k]` is one, of a contiguous x `[N, F]`."""
+    (count, slots), size = places.shape, x.shape[1]
+    y = torch.empty(count * slots, size, dtype=x.dtype, device=x.device)
+    block = min(triton.next_power_of_2(size), COLUMNS)
+    spread_kernel[(count, triton.cdiv(size, block))](x, places, y, size, SLOTS=slots, BLOCK=block)
+    return y
 
 
 def weighted_rows(y: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What serves products of experts' rows, and the sums of a token's rows.
+"""What serves products of experts' rows, the sums of a token's rows, and their order.
 
 In bf16 on Hopper GPUs the products are PyTorch's own `_grouped_mm`, of which autograd knows the gradients; elsewhere a
 Triton kernel each way. Both sum K in one chain, so that a row's bits do not depend on the rows beside it, and gradients
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.experts.products import masked_product, outer_op, product_op
+from dtgpt.ops.experts.rows import Order
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
 from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 
 ALIGNED = 8  # elements of bf16 in the 16 bytes at whose multiples rows have to begin
+MOST_SORTED = 256  # experts that kernels rank, and sort by
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,5 +83,47 @@ def _sums(x: Tensor, *_: Any) -> bool:
     return x.dtype in SERVED and has_triton(x)
 
 
+SPREAD_ROWS = (by_triton(lambda x, places, tokens: expert_kernels().spread_rows(x, places), _sums),)
 WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given), _sums),)
 WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given), _sums),)
+
+
+def sort_kernels():
+    from dtgpt.ops.kernels import sort_kernels  # imported on first use, since it needs Triton
+
+    return sort_kernels
+
+
+@torch.library.custom_op("dtgpt::ranked", mutates_args=(), device_types="cuda")
+def _ranked(scores: Tensor, count: int) -> Tensor:
+    return sort_kernels().ranked(scores, count)
+
+
+@_ranked.register_fake
+def _(scores: Tensor, count: int) -> Tensor:
+    return scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64)
+
+
+@torch.library.custom_op("dtgpt::sorted_rows", mutates_args=(), device_types="cuda")
+def _sorted_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return sort_kernels().sorted_rows(experts, count)
+
+
+@_sorted_rows.register_fake
+def _(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, slots = (experts.new_empty(experts.numel()) for _ in range(2))
+    return tokens, slots, torch.empty_like(experts), experts.new_empty(count, dtype=torch.int32)
+
+
+def _ranks(scores: Tensor, count: int) -> bool:
+    few = scores.dtype == torch.float32 and scores.shape[-1] <= MOST_SORTED
+    return few and has_triton(scores) and scores.numel() > 0
+
+
+def _sorts(experts: Tensor, count: int) -> bool:
+    return has_triton(experts) and count <= MOST_SORTED and experts.numel() > 0
+
+
+FEW = f"up to {MOST_SORTED} experts"
+RANKED = (by_triton(_ranked, _ranks, FEW),)
+SORTED_ROWS = (by_triton(lambda *given: Order(*_sorted_rows(*given)), _sorts, FEW),)

@@ -62,7 +62,7 @@ def _plain_add(_: Tensor, totals: Sequence[Tensor]) -> Callable[[list[Tensor]], 
     return partial(torch._foreach_add_, totals)
 
 
-ACCUMULATE = Operation("accumulate", _plain_add, "totals += gradients, for all tensors of a run")
+ACCUMULATE = Operation("accumulate", _plain_add, "totals += gradients")
 
 
 class Accumulator:

@@ -348,7 +348,7 @@ BLOCKS = (
         serves=_is_few,
         run=_run_few_rows,
         why_not=why_no_rows,
-        when="16 bits, up to 4 rows, of large models 2: a step takes as long as it takes to read its weights. Heads of "
+        when="16 bits, up to 4 rows, of large models 2. Heads of "
         "64 or 128, blocks of one size; H and F: multiples of 64, up to 8,192; slots of up to 8,192 positions. Else "
         "Triton's",
     ),

@@ -28,6 +28,7 @@ JOINED = 4  # rows up to which each expert's program normalises a row again
 MOST_EXPERTS = 256  # that kernels rank
 MOST_AT_ONCE = 128  # of which a product chooses, too: sums have the order of the kernel that does nothing else
 ACTIVATIONS = ("silu", *FUNCTIONS)  # that they have
+SAME_BITS = ("silu", "gelu_tanh")  # those that have the bits of the kernels behind products of many rows
 
 
 class Tile(NamedTuple):
@@ -201,14 +202,14 @@ def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Routing) -> Ch
 
 
 def _takes_sums(x: Tensor, choice: Choice, first: Tensor, *others: Any) -> bool:
-    sizes = x.dtype.itemsize <= 4 and others[-1] in ACTIVATIONS
-    return sizes and 0 < len(x) <= FEW and may_split() and has_triton(x)
+    known = others[-1] in (ACTIVATIONS if may_split() else SAME_BITS)
+    return known and x.dtype.itemsize <= 4 and 0 < len(x) <= FEW and has_triton(x)
 
 
 def _sum(x: Tensor, choice: Choice, *others: Any) -> Tensor:
     return sums_of(few_products(x.contiguous(), choice, *others), choice.weights, None, x.dtype)
 
 
-FEW_TOKENS = f"decode steps of up to {FEW} tokens, not exact"
-CHOICE = (by_triton(_choose, _takes_choice, f"{FEW_TOKENS}; softmax"),)
-SUMS = (by_triton(_sum, _takes_sums, FEW_TOKENS),)
+FEW_TOKENS = f"up to {FEW} decoded tokens"
+CHOICE = (by_triton(_choose, _takes_choice, f"{FEW_TOKENS}, not exact; softmax"),)
+SUMS = (by_triton(_sum, _takes_sums, f"{FEW_TOKENS}; exact: SwiGLU"),)

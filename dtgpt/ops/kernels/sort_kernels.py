@@ -1,0 +1,90 @@
+"""Triton kernels that rank the scores of experts, and sort rows by expert. Needs Triton. All numbers are whole: results
+are those of PyTorch's stable sorts, in fewer passes, since there are few experts."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAIRS = 32768  # of a key and an expert, that a program compares at most
+
+
+@triton.jit
+def rank_kernel(scores, experts, E: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
+    """Write the indices of the CHOSEN largest scores of a row `[E]`, of equal ones the smaller first; what is not a
+    number is the largest. EXPERTS: E, as a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    own = tl.load(scores + row * E + expert, expert < E, float("-inf"))
+    # Numbers that are none differ from infinity by this addend alone.
+    odd = (own != own).to(tl.int32)
+    own = tl.where(odd > 0, float("inf"), own)
+    larger = (own[None, :] > own[:, None]) | ((own[None, :] == own[:, None]) & (odd[None, :] > odd[:, None]))
+    same = (own[None, :] == own[:, None]) & (odd[None, :] == odd[:, None])
+    first = (larger | (same & (expert[None, :] < expert[:, None]))) & (expert < E)[None, :]
+    rank = tl.sum(first.to(tl.int32), 1)
+    tl.store(experts + row * CHOSEN + rank, expert.to(tl.int64), (rank < CHOSEN) & (expert < E))
+
+
+@triton.jit
+def count_kernel(keys, counts, M, blocks, E: tl.constexpr, EXPERTS: tl.constexpr, KEYS: tl.constexpr):
+    """Write how many of a block's keys, int64 `[M]`, are each expert, to counts int32 `[E, blocks]`."""
+    block = tl.program_id(0)
+    at = block * KEYS + tl.arange(0, KEYS)
+    own = tl.load(keys + at, at < M, E)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + expert * blocks + block, total, expert < E)
+
+
+@triton.jit
+def place_kernel(keys, upto, tokens, slots, places, ends, M, blocks, E: tl.constexpr, CHOSEN: tl.constexpr,
+                 EXPERTS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Write where a block's keys are in the order of (key, index), and what is there. upto: int64 `[E, blocks]`, sums
+    of `counts` up to each, in its order."""
+    block = tl.program_id(0)
+    local = tl.arange(0, KEYS)
+    at = block * KEYS + local
+    own = tl.load(keys + at, at < M, E)
+    earlier = (own[None, :] == own[:, None]) & (local[None, :] < local[:, None])
+    cell = own * blocks + block
+    before = tl.load(upto + cell - 1, (at < M) & (cell > 0), 0)
+    place = before + tl.sum(earlier.to(tl.int32), 1).to(tl.int64)
+    tl.store(places + at, place, at < M)
+    tl.store(slots + place, at.to(tl.int64), at < M)
+    tl.store(tokens + place, (at // CHOSEN).to(tl.int64), at < M)
+    if block == 0:
+        expert = tl.arange(0, EXPERTS)
+        last = tl.load(upto + (expert + 1) * blocks - 1, expert < E, 0)
+        tl.store(ends + expert, last.to(tl.int32), expert < E)
+
+
+def power_of_two(count: int) -> int:
+    return max(2, triton.next_power_of_2(count))
+
+
+def ranked(scores: Tensor, count: int) -> Tensor:
+    """Return the indices int64 `[.., count]` of the largest scores fp32 `[.., E]`."""
+    scores, experts = scores.contiguous(), scores.shape[-1]
+    found = torch.empty(*scores.shape[:-1], count, dtype=torch.int64, device=scores.device)
+    rank_kernel[(scores.numel() // experts,)](
+        scores, found, E=experts, EXPERTS=power_of_two(experts), CHOSEN=count, num_warps=max(1, min(16, experts // 16))
+    )
+    return found
+
+
+def sorted_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of an `Order` for experts int64 `[N, k]`, N > 0, of `count`."""
+    experts, device = experts.contiguous(), experts.device
+    total, chosen, width = experts.numel(), experts.shape[1], power_of_two(count)
+    keys = min(256, PAIRS // width)  # of a program
+    blocks, sizes = triton.cdiv(total, keys), {"E": count, "EXPERTS": width, "KEYS": keys}
+    counts = torch.empty(count * blocks, dtype=torch.int32, device=device)
+    count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=8)
+    upto = counts.cumsum(0)
+    tokens, slots = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(2))
+    places, ends = torch.empty_like(experts), torch.empty(count, dtype=torch.int32, device=device)
+    place_kernel[(blocks,)](
+        experts, upto, tokens, slots, places, ends, total, blocks, CHOSEN=chosen, **sizes, num_warps=8
+    )
+    return tokens, slots, places, ends
