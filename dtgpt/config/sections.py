@@ -224,6 +224,14 @@ class LogConfig(CoreSection, seam="log_fields"):
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
     eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512
+    # Of texts that a capability generates: without it they say nothing, and recipes that name them are as they were.
+    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
+    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
+    prompt: Annotated[
+        str, "beginning of generated texts; empty: the model begins a document, or answers validation chats"
+    ] = ""
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
 
 
 @dataclass(frozen=True, kw_only=True)
