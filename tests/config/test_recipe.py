@@ -89,8 +89,8 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--rampup_batch_size", "4", "4", "40"], ["takes one value", "--rampup_batch_size '4 4 40'"]),
-        (["--data.eod_mask_loss", "yes"], ["--data.eod_mask_loss yes", "on or off"]),
+        (["--plan", "dp2", "or", "tp2"], ["takes one value", "--plan 'dp2 or tp2'"]),
+        (["--data.overfit", "yes"], ["--data.overfit yes", "on or off"]),
         (["--optimizer.lrr", "1"], ["--optimizer.lrr", "did you mean --optimizer.lr?"]),
         (["--lr", "1"], ["did you mean --optimizer.lr?"]),
         (["--micro-batch", "1"], ["did you mean --micro_batch_size?"]),
