@@ -11,7 +11,7 @@ fields, which they alone read.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -123,17 +123,13 @@ def with_sections(before: str) -> Callable[[type], type]:
 
 class CoreSection:
     """A section of the core. seam: where capabilities list classes whose fields come behind those that are written
-    here."""
+    here; they read these as fields of such a class."""
 
     def __init_subclass__(cls, seam: str | None = None):  # before the class becomes a dataclass
         for more in () if seam is None else seams.listed(seam):
             cls.__annotations__ |= more.__annotations__
             for name in more.__annotations__:
                 setattr(cls, name, getattr(more, name))
-
-    if TYPE_CHECKING:  # the fields of capabilities
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
