@@ -40,8 +40,6 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
-# Fewer tokens of the texts that a capability generates, where it is here.
-FEW_TOKENS = {"sample_tokens": 5} if hasattr(LogConfig, "sample_tokens") else {}
 # Of the slow tests, one plan of each kind against one process is part of `-m quick` nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
 NARROW = ("dp2_zero3-bf16", "pp2_zbv-fp16")
@@ -177,5 +175,5 @@ def recipe(tmp_path, text):
         device="cpu",
         runs=str(tmp_path / "runs"),
         data=DataConfig(path=str(text), tokenizer="bytes"),
-        log=LogConfig(interval=1, eval_interval=5, eval_samples=8, **FEW_TOKENS),
+        log=LogConfig(interval=1, eval_interval=5, eval_samples=8, sample_tokens=5),
     )

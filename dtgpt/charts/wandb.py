@@ -1,7 +1,8 @@
 """Records of a run for Weights & Biases. The package wandb (extra `wandb`) is imported only here."""
 
-from typing import Any
+from typing import Any, cast
 
+from dtgpt.charts import LogFields
 from dtgpt.charts.trackers import TrackedRun, Tracker
 from dtgpt.config.sections import LogConfig
 from dtgpt.run.records import Begun
@@ -16,8 +17,8 @@ class WandbObserver(Tracker):
     def check(self, log: LogConfig) -> None:
         import wandb
 
-        self._log: Any = log  # wandb knows of no mode "off"
-        if log.wandb == "online" and not wandb.login(prompt=False):
+        self._log = cast(LogFields, log)
+        if self._log.wandb == "online" and not wandb.login(prompt=False):
             raise UserError(
                 "log.wandb=online needs a login; run wandb login, set WANDB_API_KEY, or use --log.wandb offline"
             )
@@ -32,7 +33,7 @@ class WandbObserver(Tracker):
                 id=known,
                 resume="allow" if known else None,
                 dir=begun.run,
-                mode=self._log.wandb,
+                mode=cast(Any, self._log.wandb),  # none of "off"
                 config=begun.recipe,
             )
         )

@@ -115,6 +115,11 @@ NOTES: Rules = (
         for name, schedule in schedules().items()
     ),
     Rule(
+        "{field}={value} has no effect with log.sample_tokens=0",
+        Changed("log.sample_interval", "log.prompt", "log.temperature", "log.top_k"),
+        Is("log.sample_tokens", "==", 0),
+    ),
+    Rule(
         "ZeRO-{choice.named.zero} shards over replicas, and there is only one: the plan is the same as without it",
         Given("choice.named.zero"),
         Is("choice.plan.data_ranks", "==", 1),

@@ -11,7 +11,7 @@ fields, which they alone read.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -123,17 +123,13 @@ def with_sections(before: str) -> Callable[[type], type]:
 
 class CoreSection:
     """A section of the core. seam: where capabilities list classes whose fields come behind those that are written
-    here."""
+    here; they read these as fields of such a class."""
 
     def __init_subclass__(cls, seam: str | None = None):  # before the class becomes a dataclass
         for more in () if seam is None else seams.listed(seam):
             cls.__annotations__ |= more.__annotations__
             for name in more.__annotations__:
                 setattr(cls, name, getattr(more, name))
-
-    if TYPE_CHECKING:  # the fields of capabilities
-
-        def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +220,14 @@ class LogConfig(CoreSection, seam="log_fields"):
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
     eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512
+    # Of texts that a capability generates: without it they say nothing, and recipes that name them are as they were.
+    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
+    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
+    prompt: Annotated[
+        str, "beginning of generated texts; empty: the model begins a document, or answers validation chats"
+    ] = ""
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
 
 
 @dataclass(frozen=True, kw_only=True)

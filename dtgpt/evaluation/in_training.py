@@ -1,11 +1,11 @@
 """Tasks with known answers that a run measures between its steps, with the stages that it trains."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtgpt.config.sections import LogConfig
+from dtgpt.evaluation import LogFields
 from dtgpt.evaluation.catalog import Asked, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtgpt.train.unfinished.left import Past
 
 
-def tasks_of(log: LogConfig) -> list[Asked]:
+def tasks_of(log: LogFields) -> list[Asked]:
     """Return the tasks that the log options ask for. Raise UserError where they are not tasks with files."""
     if log.eval_tasks is None:
         return []
@@ -40,7 +40,7 @@ class TaskEvaluation(Observer):
 
     turn, title = Turn.MEASURE, "tasks"
 
-    def __init__(self, log: LogConfig, steps: int):
+    def __init__(self, log: Any, steps: int):
         """Raise UserError where the log options do not ask for tasks with files."""
         self._asked, self._steps = tasks_of(log), steps
         self._interval = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval

@@ -214,8 +214,8 @@ def capabilities() -> list[Capability]:
     what asks here: all others."""
     for name in tuple(_left):
         module = importlib.import_module(name)
-        is_asking = not hasattr(module, "CAPABILITY") and getattr(module.__spec__, "_initializing", False)
-        if name in _left and not is_asking:
+        # One that is being imported describes nothing yet.
+        if name in _left and (hasattr(module, "CAPABILITY") or not getattr(module.__spec__, "_initializing", False)):
             _left.remove(name)
             _capabilities.append(module.CAPABILITY)
     return _capabilities

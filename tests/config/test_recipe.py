@@ -64,15 +64,15 @@ def test_of_an_option_given_twice_the_last_counts_with_a_warning(recipe, capsys)
 
 
 def test_switches_may_stand_alone(recipe):
-    changed = apply_overrides(recipe, ["--data.eod-mask-loss", "--data.reset_position_ids", "on", "--seed", "-0"])
-    assert changed.data.eod_mask_loss is changed.data.reset_position_ids is True
+    changed = apply_overrides(recipe, ["--data.overfit", "--checkpoint.background", "on", "--seed", "-0"])
+    assert changed.data.overfit is changed.checkpoint.background is True
 
 
 @pytest.mark.parametrize("word, value", [("on", True), ("true", True), ("off", False), ("False", False)])
 def test_switches_take_the_words_of_bools(recipe, word, value):
-    words = ["--data.reset_attention_mask", word, f"--checkpoint.background={word}"]
+    words = ["--data.overfit", word, f"--checkpoint.background={word}"]
     changed = apply_overrides(recipe, words)
-    assert changed.data.reset_attention_mask is changed.checkpoint.background is value
+    assert changed.data.overfit is changed.checkpoint.background is value
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -89,8 +89,8 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--rampup_batch_size", "4", "4", "40"], ["takes one value", "--rampup_batch_size '4 4 40'"]),
-        (["--data.eod_mask_loss", "yes"], ["--data.eod_mask_loss yes", "on or off"]),
+        (["--plan", "dp2", "or", "tp2"], ["takes one value", "--plan 'dp2 or tp2'"]),
+        (["--data.overfit", "yes"], ["--data.overfit yes", "on or off"]),
         (["--optimizer.lrr", "1"], ["--optimizer.lrr", "did you mean --optimizer.lr?"]),
         (["--lr", "1"], ["did you mean --optimizer.lr?"]),
         (["--micro-batch", "1"], ["did you mean --micro_batch_size?"]),

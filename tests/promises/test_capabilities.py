@@ -20,7 +20,7 @@ def recipe():
     return Recipe(
         name="plain", model=GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=32, vocab_size=1024),
         optimizer=OptimizerConfig(lr=1e-3), steps=2, micro_batch_size=4, global_batch_size=4, device="cpu",
-        log=LogConfig(interval=1, eval_samples=4),
+        log=LogConfig(interval=1, eval_samples=4, sample_tokens=4),
     )
 """
 PROGRAM = """

@@ -26,7 +26,7 @@ def recipe():
     return Recipe(
         name="tiny", model=GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
         optimizer=OptimizerConfig(lr=1e-3), steps=3, micro_batch_size=4, global_batch_size=8, device="cpu",
-        data=DataConfig(tokenizer="bytes"), log=LogConfig(interval=1, eval_samples=8),
+        data=DataConfig(tokenizer="bytes"), log=LogConfig(interval=1, eval_samples=8, sample_tokens=4),
     )
 """
 

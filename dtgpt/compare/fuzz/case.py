@@ -209,7 +209,7 @@ def plain(recipe: Recipe) -> Recipe:
         init_from=None,
         resume=None,
         data=DataConfig(),
-        log=replace_values(LogConfig(), {"sample_tokens": 0}),
+        log=LogConfig(sample_tokens=0),
         checkpoint=CheckpointConfig(),
         **{name: seams.load(part)() for name, part in seams.added("sections").items()},
     )

@@ -10,7 +10,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
 
 if TYPE_CHECKING:
-    from dtgpt.config.sections import DataConfig
+    from dtgpt.data.documents import DataFields
 
 LOOKED_AT = 64  # samples that are read at a time
 END_RULES: Rules = (  # known: the tokenizer of the data
@@ -23,7 +23,7 @@ END_RULES: Rules = (  # known: the tokenizer of the data
 )
 
 
-def check(data: "DataConfig", dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
+def check(data: "DataFields", dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
     """Raise UserError for an option about documents where the tokenizer has no end of text between them, or where no
     token of so many samples counts."""
     check_rules(END_RULES, data, known=dataset.tokenizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtgpt.models.batch import Batch, WindowMasks
 
 if TYPE_CHECKING:
-    from dtgpt.config.sections import DataConfig
+    from dtgpt.data.documents import DataFields
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DocumentMasks(WindowMasks):
         )
 
 
-def masks_of(data: "DataConfig", end_of_text: int | None) -> DocumentMasks:
+def masks_of(data: "DataFields", end_of_text: int | None) -> DocumentMasks:
     """Return what the options of the data ask for."""
     return DocumentMasks(end_of_text, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 

@@ -106,7 +106,7 @@ class LossScaler(GradientScale):
 
 def make_scaler(recipe: Recipe, settings: Settings, mesh: Mesh) -> LossScaler:
     """Return the loss scale of a run, as its recipe has it."""
-    return LossScaler(mesh.device, recipe.loss_scale)
+    return LossScaler(mesh.device, recipe.section(LossScaleConfig))
 
 
 def check_state(state: Any, config: ModelConfig | None = None) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.optim.step_state import StepState
+from dtgpt.optim.z_scores import OptimizerFields
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.field_types import is_finite
 
@@ -32,7 +32,7 @@ class OutlierDetector(StepState):
 
     name = STATE
 
-    def __init__(self, mesh: Mesh, config: OptimizerConfig):
+    def __init__(self, mesh: Mesh, config: OptimizerFields):
         self.mesh = mesh
         self.window = torch.zeros(WINDOW, 2, device=mesh.device)
         self.count = torch.tensor(0, device=mesh.device)

@@ -8,13 +8,14 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte
 from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.posttrain.demands import makes_samples
+from dtgpt.run.console import LogFields
 from dtgpt.run.console.line import SHOWN, progress_line
 from dtgpt.run.report import RunReport, known_values
 from dtgpt.util.console import counted, parameters, say
@@ -39,7 +40,7 @@ class ConsoleReport(RunReport):
         first, whole = recipe.batch_sizes().at(0), recipe.global_batch_size
         self.device, self.ramps = self.mesh.device, first != whole
         self.peak = peak_flops(self.device, settings.dtype)
-        self.shown = set(recipe.log.show.split(","))
+        self.shown = set(cast(LogFields, recipe.log).show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
         self.talks = "chat_template" in data.tokenizer.additions
         samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)

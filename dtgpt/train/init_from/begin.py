@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.shared.positions import learns_positions
 from dtgpt.models.source import Source
 from dtgpt.optim.step_state import StepState
+from dtgpt.train.init_from import DataFields
 from dtgpt.train.init_from.shape import open_config
 from dtgpt.train.start import Beginning
 from dtgpt.util import seams
@@ -261,7 +262,7 @@ def model_with(ours: Tokenizer, path: Path, data: DataConfig) -> Path | None:
     told = (
         f"{path} was trained with another tokenizer ({_describe(own)}) than {_name_data(data)} has ({_describe(ours)})"
     )
-    if data.other_tokenizer:
+    if cast(DataFields, data).other_tokenizer:
         say(f"{told}: its embeddings mean other tokens", warning=True)
         return None
     options = " ".join(f"--{name} {OPTIONS[name] or 'none'}" for name in named_in(data))
