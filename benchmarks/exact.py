@@ -4,6 +4,7 @@
     python benchmarks/exact.py --model llama32_1b --length 1024 --tokens 1000000 --compile
     python benchmarks/exact.py --model olmoe --length 1024 --tokens 1000000
     torchrun --nproc-per-node 2 benchmarks/exact.py --model 345m --plan tp2_sp
+    torchrun --nproc-per-node 2 benchmarks/exact.py --model 345m --plan tp2_sp --reduce exact_tp
     python benchmarks/exact.py --products
     python benchmarks/exact.py --narrow
 
@@ -17,6 +18,7 @@ more rows than training computes in one chain.
 import argparse
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -39,6 +41,7 @@ from dtgpt.ops.kernels.decode.blocks import product
 from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.exact_tp.loss import Rows
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.launch import start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -83,11 +86,17 @@ def trained(stage: Decoder, batch: Batch) -> Tensor:
     """Return the log-probabilities of the targets of a batch, by a forward pass of training."""
     kept: list[Tensor] = []
 
-    def keep(*arguments: Any) -> Tensor:
-        kept.append(_losses_and_gradient_(*arguments))
-        return kept[-1]
+    def keeps(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keep(*arguments: Any) -> Tensor:
+            kept.append(function(*arguments))
+            return kept[-1]
 
-    with mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keep):
+        return keep
+
+    with (
+        mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keeps(_losses_and_gradient_)),
+        mock.patch("dtgpt.parallel.exact_tp.loss.Rows.losses", keeps(Rows.losses)),
+    ):
         stage(*batch)
     assert batch.targets is not None
     return -torch.cat(kept).view_as(batch.targets)
@@ -130,7 +139,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
     key = root_key(1, mesh.device)
     settings = Settings(
         model=config, plan=mesh.plan, device=mesh.device, dtype=dtype, attention="flash", seq_length=config.seq_length,
-        micro_batch_size=8, global_batch_size=8 * mesh.plan.dp, compile=args.compile,
+        micro_batch_size=8, global_batch_size=8 * mesh.plan.dp, compile=args.compile, reduce=args.reduce,
     )  # fmt: skip
     one = replace(settings, plan=mesh.plan.for_inference(), compile=False)
     drawing = Mesh(one.plan, mesh.device)
@@ -140,7 +149,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     drawn = draw(engine, math.ceil(args.tokens / (config.seq_length // 2)), seed=1)
     say = print if mesh.rank == 0 else (lambda *_, **__: None)
-    name = f"{args.model} {args.dtype} {mesh.plan.name}"
+    name = f"{args.model} {args.dtype} {mesh.plan.name} {args.reduce}"
     say(f"{name}: {time.perf_counter() - begin:.0f} s to draw, {args.slots} slots", flush=True)
     (stage,), _ = build_stages(settings, mesh, key)
     for batch, whole in ((8, True),) if args.compile else ((8, True), (1, False), (3, False)):
@@ -196,6 +205,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--length", type=int, help="positions of the model; none: its own")
     parser.add_argument("--plan", default="single", help="single, tp2 or tp2_sp, of as many processes of torchrun")
+    parser.add_argument("--reduce", default="fast", help="of the run whose forward pass it is, such as exact_tp")
     parser.add_argument("--device", default="auto", help="cpu has no exact kernels, so that tokens differ")
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=100_000)

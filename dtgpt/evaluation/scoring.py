@@ -164,7 +164,7 @@ def _scoring_head(
             wanted = targets[first : first + size]
             part = token_scores(columns, wanted, config.vocab_size)
             if exact:
-                part = part._replace(**exact_bits().exact_scores(logits, wanted, part.top_ids, mesh, config))
+                part = part._replace(**exact_bits().exact_scores(logits, wanted, part.top_ids, stages, mesh))
             parts.append(part)
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs

@@ -5,10 +5,12 @@ hundred gigabytes takes minutes, and its user should not wait for a sentence on 
 """
 
 import atexit
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
+from dtgpt.config.sections import Section
 from dtgpt.inference.step import exact_bits
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
@@ -79,6 +82,7 @@ def open_model(
     ends_of(path, None, source.config.vocab_size)  # which refuses what is not an id, before weights are read
     if exact:
         exact_bits().check_blocks(source.config)
+    reduce, sections = sums_of(source.recipe) if exact else ("fast", ())
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
     resolved.validate(config, 1, batch, config.seq_length)
@@ -91,8 +95,21 @@ def open_model(
         seq_length=config.seq_length,
         micro_batch_size=1,
         global_batch_size=batch,
+        reduce=reduce,
+        sections=sections,
     )
+    if exact:
+        exact_bits().check_sums(settings)
     return source, settings, mesh
+
+
+def sums_of(recipe: Mapping[str, Any]) -> tuple[str, tuple[Section, ...]]:
+    """Return how a training with this recipe summed, and the options of that."""
+    reduce = recipe.get("reduce", "fast")
+    if reduce not in seams.added("sums"):
+        return "fast", ()
+    part = seams.added("sections").get(reduce)
+    return reduce, (seams.load(part)(**recipe[reduce]),) if part and reduce in recipe else ()
 
 
 def shortened(config: ModelConfig, max_length: int | None) -> ModelConfig:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache, Chunk, DecodeRows, Work
 from dtgpt.inference.scheduler import PromptChunk
@@ -45,11 +46,14 @@ class ExactBits(Protocol):
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         """Raise UserError where generation cannot have the bits of training's forward pass."""
 
+    def check_sums(self, settings: Settings) -> None:
+        """Raise UserError where it cannot have those of a run with these settings."""
+
     def check_blocks(self, config: ModelConfig) -> None:
         """Raise UserError for a model whose blocks cannot have them."""
 
     def exact_scores(
-        self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
+        self, logits: Tensor, ids: Tensor, top_ids: Tensor, stages: Sequence[Decoder], mesh: Mesh
     ) -> dict[str, Tensor]:
         """Return "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, n]` with those bits, from this rank's
         columns of the logits `[M, V_local]`."""

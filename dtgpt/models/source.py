@@ -9,7 +9,9 @@ token table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -21,12 +23,14 @@ Ranges = Sequence[range]  # global indices of a part of a tensor
 
 class Source(ABC):
     """`config` is the shape of the model, without dropout; `notes` are sentences that its user should read; `iteration`
-    and `consumed_samples` are those of the training that wrote it, 0 where unknown."""
+    and `consumed_samples` are those of the training that wrote it, 0 where unknown; `recipe` is what is saved of the
+    training's."""
 
     config: ModelConfig
     notes: Sequence[str] = ()
     iteration: int = 0
     consumed_samples: int = 0
+    recipe: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def read(self, name: str, part: Ranges | None = None) -> Tensor:

@@ -185,6 +185,12 @@ def test_two_plans_of_a_mixture_take_the_choices_of_one_process(setting, pool):
     assert Runner(setting, pool).run(case).verdict == "right"
 
 
+def test_larger_batches_before_have_the_exact_sums_of_one_process(setting, pool):
+    values = {"reduce": "exact", "precision": "bf16", "micro_batch_size": 1, "global_batch_size": 1, "steps": 2}
+    outcome = Runner(setting, pool).run(Case("gpt2", "single", values, first=First("single", 1, 2)))
+    assert outcome.verdict == "right", outcome.sentence
+
+
 def flip_of(gap: float) -> Flip:
     return Flip(1, "blocks.0.mlp.router", 0, 3, 2, 4, gap, 0)
 

@@ -18,6 +18,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.kernels import serve
 from dtgpt.inference.kernels.serve import BITS
+from dtgpt.inference.open import sums_of
 from dtgpt.inference.options import Options
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
@@ -42,6 +43,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import inference
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.compiled.blocks import compile_forward
+from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -244,13 +246,15 @@ def check_ranks() -> None:
     """Run all checks, as one of two ranks."""
     device = torch.device("cuda", Process.from_environment().local_rank)
     start_process_group(device, 120.0)
-    for config, plan, dtype in (
-        (GPT2, "tp2", torch.bfloat16), (LLAMA, "tp2_sp", torch.bfloat16), (CONFIGS["qwen3"], "tp2", torch.float16),
+    for config, plan, dtype, reduce in (
+        (GPT2, "tp2", torch.bfloat16, "fast"), (LLAMA, "tp2_sp", torch.bfloat16, "fast"),
+        (CONFIGS["qwen3"], "tp2", torch.float16, "fast"), (GPT2, "tp2", torch.bfloat16, "exact_tp"),
+        (LLAMA, "tp2_sp", torch.bfloat16, "exact_tp"),
     ):  # fmt: skip
         resolved = parse_plan(plan, {}).for_world(2)
         settings = Settings(
             model=config, plan=resolved, device=device, dtype=dtype, attention="flash", seq_length=256,
-            micro_batch_size=12, global_batch_size=12,
+            micro_batch_size=12, global_batch_size=12, reduce=reduce,
         )  # fmt: skip
         one = replace(settings, plan=resolved.for_inference())
         mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
@@ -334,11 +338,29 @@ def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_
 def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeypatch):
     monkeypatch.setattr(serve, "has_triton", lambda x: True)
     BITS.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
-    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
-        BITS.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
+    settings = Settings(
+        model=GPT2, plan=Plan(tp=4).for_world(4), device=CPU, dtype=torch.bfloat16, seq_length=256, micro_batch_size=1,
+        global_batch_size=1, reduce="exact",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4: .*with reduce=exact; use tp=2"):
+        BITS.check_sums(settings)
+    BITS.check_sums(replace(settings, plan=Plan(tp=2).for_world(2)))
+    BITS.check_sums(replace(settings, reduce="exact_tp"))
+    with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 for a run with reduce=exact_tp.*bf16 or fp16"):
+        BITS.check_sums(replace(settings, reduce="exact_tp", dtype=torch.float32))
+    experts = replace(settings, model=mixtures(LITTLE, 64)["olmoe"], plan=Plan().for_world(1))
+    BITS.check_sums(experts)
+    with pytest.raises(UserError, match=r"exact=True cannot hold for experts .*reduce=exact_tp.*train with --reduce"):
+        BITS.check_sums(replace(experts, reduce="exact_tp"))
     BITS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
         BITS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
+
+
+def test_a_model_is_read_with_the_sums_of_its_training():
+    assert sums_of({"reduce": "exact_tp", "exact_tp": {"pieces": 4}}) == ("exact_tp", (PiecesConfig(pieces=4),))
+    assert sums_of({"reduce": "exact"}) == ("exact", ())
+    assert sums_of({}) == sums_of({"reduce": "unknown"}) == ("fast", ())
 
 
 @pytest.mark.slow(1)

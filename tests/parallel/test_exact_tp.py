@@ -10,14 +10,17 @@ import torch
 
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import DataConfig
+from dtgpt.models.binding import bind
 from dtgpt.models.families.track3 import Track3Config
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
+from dtgpt.parallel.exact_tp.heads import attend_by_heads
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
@@ -29,7 +32,7 @@ from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_of_steps
-from tests.support.bodies_exact_tp import FAULTS, bits_with_fault
+from tests.support.bodies_exact_tp import FAULTS, bits_with_fault, trained_and_scored
 from tests.support.families import OURS
 from tests.support.interpreter import needs_triton, run_interpreted
 from tests.support.ranks import pool
@@ -88,6 +91,19 @@ def test_each_sum_that_is_not_made_in_pieces_shows(exact, fault):
     """Each part of the capability is needed: without it, bits of tp2_sp differ."""
     found = differing(exact, ["tp2_sp"], partial(bits_with_fault, fault))
     assert found["tp2_sp"]
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("model", [GPT2, LLAMA])
+def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
+    model = replace(model, dropout=0.0)
+    found = [
+        pair
+        for plan, ranks in (("single", 1), ("tp2_sp", 2), ("tp4", 4))
+        for pair in pool().run(ranks, trained_and_scored, model, plan)
+    ]
+    first, *others = (each for pair in found for each in pair)
+    assert all(torch.equal(first, each) for each in others)
 
 
 def test_a_tree_has_the_nodes_that_ranks_have():
@@ -254,6 +270,52 @@ def test_norms_of_heads_have_the_gradients_of_their_definition():
         found.append([t.grad for t in leaves])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_has_the_same_gradients_without_the_others():
+    """Also where the gradient of keys is a view with its columns apart, as products of scores leave it."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    heads, weights, dy = draw(1, 4, 4, 3, 14), [draw(14), draw(14)], draw(1, 4, 14, 4)  # B, N, D, T
+
+    def gradient(first, count):
+        qkv = heads[:, :, first : first + count].clone().requires_grad_()
+        with rows_summed_by(PiecewiseRows(Share(4), Share, 4 // count)):
+            _, k, _ = rotary_qkv(qkv, None, Rotation(), 4, *weights, 1e-5)
+        k.backward(dy[:, first : first + count].clone().permute(0, 3, 1, 2))
+        return qkv.grad
+
+    assert torch.equal(torch.cat([gradient(head, 1) for head in range(4)], dim=2), gradient(0, 4))
+
+
+@pytest.mark.parametrize("size, positions, samples", [(9, 7, 1), (8, 11, 3)])
+def test_attention_of_a_head_has_the_same_bits_without_the_others(size, positions, samples):
+    draw, core = partial(torch.randn, generator=torch.Generator().manual_seed(0)), AttentionCore()
+    bind(core, backend="explicit")
+
+    def results(qkv, dy):
+        qkv.requires_grad_()
+        made = attend_by_heads(core, *qkv.unbind(3), (None, 0.0), None)
+        return made, *torch.autograd.grad(made, qkv, dy)
+
+    qkv, dy = draw(samples, positions, 2, 3, size), draw(samples, positions, 2, size)
+    alone = [results(one.clone(), d.clone()) for one, d in zip(qkv.split(1, 2), dy.split(1, 2), strict=True)]
+    for whole, *parts in zip(results(qkv, dy), *alone, strict=True):
+        assert torch.equal(torch.cat(parts, 2), whole)
+
+
+def test_heads_that_are_computed_alone_have_their_own_dropout():
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, k, v, key = draw(2, 5, 4, 8), draw(2, 5, 2, 8), draw(2, 5, 2, 8), torch.tensor([[1, 2], [3, 4]])
+    core = AttentionCore()
+    for site in ((key, 0.5), (key, 0.5, (4, 0, 0))):
+        torch.testing.assert_close(attend_by_heads(core, q, k, v, site, None), core.compute(q, k, v, site, None))
+
+
+def test_gradients_of_weights_have_the_same_bits_wherever_a_rank_writes_them():
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    dy, x = draw(8, 12), draw(8, 167)  # pieces of three rows, which begin at other alignments
+    halves = [products.WEIGHT_GRADIENT(part, x, 2, False) for part in dy.chunk(2, 1)]
+    assert torch.equal(torch.cat(halves), products.WEIGHT_GRADIENT(dy, x, 4, False))
 
 
 def test_operands_are_copied_where_their_place_differs():

@@ -18,7 +18,6 @@ from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.stacks import column_stack, row_stack
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.tree import Share
-from dtgpt.util.errors import UserError
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
 from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
@@ -163,15 +162,6 @@ def test_the_squares_of_stacks_are_added_in_pieces():
 @pytest.mark.slow(8)
 def test_the_kernel_sums_pieces_of_the_rows_of_experts():
     run_interpreted("from tests.support.bodies_exact_stacks import check_kernels; check_kernels()")
-
-
-def test_sinks_whose_gradients_pytorch_sums_on_a_gpu_are_refused(exact):
-    recipe = replace(
-        exact, model=OURS["gpt_oss"], precision="bf16", attention="explicit", compile="off", balance=BalanceConfig()
-    )
-    recipe.settings(recipe.plan_for(1), torch.device("cpu"))
-    with pytest.raises(UserError, match=r"attention=explicit is explicit here.*use --attention flash, or --reduce"):
-        recipe.settings(recipe.plan_for(1), torch.device("cuda"))
 
 
 AGAIN = {"recompute": "full"}

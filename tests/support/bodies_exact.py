@@ -1,7 +1,7 @@
 """What ranks do in test_exact.py, and the sums that Triton's interpreter checks, too."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import sha256
 from operator import attrgetter
@@ -33,6 +33,7 @@ from dtgpt.ops.optim.fixed_point import (
     rounded,
     squares_of_rows,
 )
+from dtgpt.parallel.exact_tp.loss import Rows
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
@@ -252,11 +253,15 @@ def losses_kept() -> Iterator[list[Tensor]]:
     """Give a list to which each micro-batch of training adds the losses of its tokens."""
     kept: list[Tensor] = []
 
-    def keep(*arguments) -> Tensor:
-        kept.append(_losses_and_gradient_(*arguments))
-        return kept[-1]
+    def keeps(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keep(*arguments) -> Tensor:
+            kept.append(function(*arguments))
+            return kept[-1]
 
-    with mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keep):
+        return keep
+
+    whole = mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keeps(_losses_and_gradient_))
+    with whole, mock.patch.object(Rows, "losses", keeps(Rows.losses)):  # the latter of sums in pieces
         yield kept
 
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
+from dtgpt.evaluation.scoring import Sample, Scorer
+from dtgpt.models.batch import Batch
+from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.exact_tp import build, loss, products, rows
 from dtgpt.parallel.exact_tp.tree import Share
-from tests.support.bodies_exact import bits_of_steps
+from tests.support.bodies_engine import inference_stages, training_stages
+from tests.support.bodies_exact import all_by_rows, bits_of_steps, losses_kept
 from tests.support.interpreter import let_kernels_loop
 
 
@@ -56,6 +60,21 @@ def bits_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
         return bits_of_steps(recipe)
 
 
+def trained_and_scored(config: ModelConfig, plan: str) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of the tokens of texts `[B, T]`, by training and by a scorer of exact ones of as many
+    tp ranks, where no row of a product depends on the others."""
+    tokens = torch.randint(0, config.vocab_size, (3, config.seq_length + 1), generator=torch.Generator().manual_seed(2))
+    choices: dict[str, Any] = {"attention": "explicit", "reduce": "exact_tp"}
+    trained, _ = training_stages(config, plan, **choices)
+    stages, mesh = inference_stages(config, plan.removesuffix("_sp"), **choices)
+    with all_by_rows():
+        with losses_kept() as kept:
+            trained[0](*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())).backward()
+        scorer = Scorer(stages, mesh, config, torch.float32, exact=True)
+        scores = scorer.score([Sample(tuple(row.tolist()), 1) for row in tokens])
+    return -kept[0].view(len(tokens), -1), torch.stack([torch.from_numpy(each.logprobs) for each in scores])
+
+
 def check_kernels() -> None:
     """Hold the kernels against their definitions, and a part of the pieces against all of them. Numbers of 16 bits are
     fp16 here: numpy has no bf16."""
@@ -70,12 +89,23 @@ def check_kernels() -> None:
             whole = kernels.piece_sums(dy, given, 4, 1e-5, centred)
             half = None if given is None else given[:, length // 2 :]
             assert torch.equal(kernels.piece_sums(dy[:, length // 2 :], half, 2, 1e-5, centred), whole[2:])
-    x, weight = torch.randn(128, 1024).half(), torch.randn(128, 1024).half() / 16
-    for by_inputs in (True, False):
+    for columns, count, by_inputs in (
+        (128, 2, True),
+        (256, 2, False),
+        (128, 8, True),
+        (256, 16, False),
+        (128, 1, False),
+    ):
+        terms = 1024 if count > 1 else 512
+        x, weight = torch.randn(384, terms).half(), torch.randn(columns, terms).half() / 16
         matrix = weight if by_inputs else weight.t().contiguous()
-        for count in (2, 16):
-            assert kernels.fits(len(x), 128, 1024 // count)
-            check_close(kernels.tree_product, products._addends, x, matrix, count, by_inputs)
+        assert kernels.fits(len(x), columns, terms // count)
+        check_close(kernels.tree_product, products._addends, x, matrix, count, by_inputs)
+    for height, width, count in ((1024, 256, 1), (512, 256, 4), (128, 128, 1)):
+        dy, x = torch.randn(2, 512, max(height, width)).half().unbind()
+        dy, x = dy[:, :height], x[:, :width] / 16
+        assert kernels.serves_gradient(len(x), (height // count, width))
+        check_close(kernels.gradient_product, products._weight_gradient, dy, x, count, False)
 
 
 def check_close(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *given: Any) -> None:

@@ -1,7 +1,7 @@
 """What a rank does with a case: a few steps, an evaluation, and digests of all that copies must agree in."""
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
     recipe = setting.recipe_for(case, run)
     if recipe is None:
         return None
+    if case.first and case.first.batch and run not in ("plan", "first"):  # sums know the most micro-batches of a step
+        largest = max(case.first.batch, recipe.global_batch_size)
+        recipe = replace(recipe.counted(), global_batch_size=largest)
     resumes = case.first is not None and run == "plan"
     with open_trainer(without_graphs(recipe), setting.run_folder if resumes else None) as trainer:
         if run == "moved":

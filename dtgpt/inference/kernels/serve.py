@@ -1,11 +1,13 @@
 """Steps of generation by kernels, and which stages they serve."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
@@ -16,6 +18,8 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Core, attention_cores, inventory
+from dtgpt.models.layers import Output
+from dtgpt.models.roles import Role
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES, exact_attention
 from dtgpt.ops.kernels.decode.blocks import next_rows
@@ -25,6 +29,7 @@ from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Is, Missing, Rule, Rules, check_rules
 
@@ -75,7 +80,7 @@ class KernelStep(Step):
         drawn = super().choose(logits, slots, variant)
         if not self.exact:
             return drawn
-        return drawn._replace(**BITS.exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self.config))
+        return drawn._replace(**BITS.exact_scores(logits, drawn.tokens, drawn.top_ids, self.stages, self.mesh))
 
 
 EXACT: Rules = (
@@ -85,15 +90,30 @@ EXACT: Rules = (
         Missing("has_kernels"),
     ),
     Rule(
-        "exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
-        "training; use tp=2 with pp, or leave exact out",
-        Is("plan.tp", ">", 2),
-    ),
-    Rule(
         "exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut split their "
         "sums for some numbers of rows; use precision bf16 or fp16, or tp=1",
         Is("plan.tp", ">", 1),
         Is("dtype", "==", torch.float32),
+    ),
+)
+SUMS: Rules = (
+    Rule(
+        "exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
+        "training with reduce={reduce}; use tp=2 with pp, a run with --reduce exact_tp, or leave exact out",
+        Is("plan.tp", ">", 2),
+        Is("spans_tp", "==", False),
+    ),
+    Rule(
+        "exact=True cannot hold in fp32 for a run with reduce={reduce}: training's products of pieces split their sums "
+        "for some numbers of rows; use precision bf16 or fp16, or leave exact out",
+        Is("dtype", "==", torch.float32),
+        Is("spans_tp", "==", True),
+    ),
+    Rule(
+        "exact=True cannot hold for experts that were trained with reduce={reduce}: generation does not make their "
+        "sums of pieces; train with --reduce exact, or leave exact out",
+        Is("has_experts", "==", True),
+        Is("spans_tp", "==", True),
     ),
 )
 
@@ -102,6 +122,12 @@ class _Bits:
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         has_kernels = has_triton(torch.empty(0, device=device))
         check_rules(EXACT, {"device": device, "plan": plan, "dtype": dtype, "has_kernels": has_kernels})
+
+    def check_sums(self, settings: Settings) -> None:
+        part = seams.added("sums").get(settings.reduce)
+        values = {name: getattr(settings, name) for name in ("plan", "dtype", "reduce")}
+        values["has_experts"] = inventory(settings.model).has(Role.ROUTER)
+        check_rules(SUMS, values | {"spans_tp": part is not None and seams.load(part).spans_tp})
 
     def check_blocks(self, config: ModelConfig) -> None:
         parts = inventory(config)
@@ -117,8 +143,14 @@ class _Bits:
             raise UserError(NO_KERNELS)
 
     def exact_scores(
-        self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
+        self, logits: Tensor, ids: Tensor, top_ids: Tensor, stages: Sequence[Decoder], mesh: Mesh
     ) -> dict[str, Tensor]:
+        config = stages[0].config
+        heads = [module for stage in stages for module in stage.modules() if isinstance(module, Output)]
+        loss: Any = bound_of(heads[0]).loss
+        if loss is not None:  # of sums in pieces
+            chosen = [loss.log_probabilities(logits, each, config.vocab_size) for each in (ids, *top_ids.unbind(1))]
+            return _scores(chosen, top_ids)
         first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
         return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
 
@@ -145,10 +177,13 @@ def as_in_training(
     logits, chosen = logits.contiguous(), [column.contiguous() for column in (ids, *top_ids.unbind(1))]
     real = real_columns(logits.shape[1], vocab_size, start)
     if group is None:
-        first, *others = (-to_loss_and_gradient_(logits, column, None, real) for column in chosen)
-    else:
-        terms = torch.cat([row_terms(logits, column, start, real) for column in chosen], dim=1)
-        first, *others = (-losses_of(*over_group(terms, group))).chunk(len(chosen))
+        return _scores([-to_loss_and_gradient_(logits, column, None, real) for column in chosen], top_ids)
+    terms = torch.cat([row_terms(logits, column, start, real) for column in chosen], dim=1)
+    return _scores((-losses_of(*over_group(terms, group))).chunk(len(chosen)), top_ids)
+
+
+def _scores(found: Sequence[Tensor], top_ids: Tensor) -> dict[str, Tensor]:
+    first, *others = found
     return {"logprobs": first, "top_logprobs": torch.stack(others, 1) if others else top_ids.float()}
 
 
@@ -185,7 +220,7 @@ def _usable(stages: list[Decoder], cache: Cache, widths: tuple[int, ...]) -> boo
     """Return whether kernels can read the parameters, of so many bytes an element, and have the attention of the
     stages, whatever its scale."""
     modules = [module for stage in stages for module in stage.modules()]
-    if any(bound_of(module).product is not None for module in modules):
+    if any(bound.product is not None and bound.pieces == 1 for bound in map(bound_of, modules)):
         return False  # of a run that trains adapters
     cores = [core for stage in stages for core in attention_cores(stage)]
     if any(value is not None for core in cores for value in (core.window, core.softcap, core.sinks)):

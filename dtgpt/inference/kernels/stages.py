@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtgpt.inference.cache import DecodeRows, LayerCache
 from dtgpt.inference.kernels.weights import decode_weights
+from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.kernels.decode import exact as exact_blocks
@@ -88,20 +89,28 @@ class FusedStage:
 class ExactStage(FusedStage):
     """One stage, with the bits of training's forward pass."""
 
+    def __init__(self, stage: Decoder, layers: Sequence[LayerCache], mesh: Mesh):
+        super().__init__(stage, layers, mesh)
+        bindings = [(module, bound_of(module)) for module in stage.modules()]
+        self._pieces = {id(module.weight): bound.pieces for module, bound in bindings if bound.pieces > 1}
+        self._over_ranks = next((bound.over_ranks for _, bound in bindings if bound.over_ranks), None)
+
     def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
         """Return what a `FusedStage` does, but logits `[1, B, V_local]` in the type of the activations."""
         if self._embedding is not None:
             x = self._embed(x, rows)
         add = None if self._mesh.tp_group is None else self._add
-        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows, add)
+        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows, add, self._pieces)
         return (stream.whole() if self._head is None else exact_blocks.run_head(stream, self._head))[None]
 
     def _has_few_rows(self) -> bool:
         return False  # that are exact
 
     def _add(self, part: Tensor) -> Tensor:
-        """Return the sum over two tensor-parallel ranks of addends `[M, H]`, in their type. A sum of two 16-bit numbers
-        that is rounded to fp32 first has the bits of one that is rounded once."""
+        """Return the sum over tensor-parallel ranks of addends `[M, H]`, in their type: as training adds more than two.
+        A sum of two 16-bit numbers that is rounded to fp32 first has the bits of one that is rounded once."""
+        if self._over_ranks is not None:
+            return self._over_ranks(part)
         return self._all_reduce(part.float()[None])[0].to(part.dtype)
 
 

@@ -42,7 +42,7 @@ def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> S
         columns = gather_columns(own, mesh, config.padded_vocab_size)
         scores = token_scores(columns, wanted, config.vocab_size, alternatives)
         if step.exact:
-            scores = scores._replace(**exact_bits().exact_scores(own, wanted, scores.top_ids, mesh, config))
+            scores = scores._replace(**exact_bits().exact_scores(own, wanted, scores.top_ids, step.stages, mesh))
         pieces.append(scores)
     return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 

@@ -10,7 +10,7 @@ CAPABILITY = Capability(
     plan_rules=(When(f"{PART}.config:PLAN_RULES", (f"reduce={NAME}",)),),
     settings_rules=(When(f"{PART}.config:SETTINGS_RULES", (f"reduce={NAME}",)),),
     tp_tables=(When(f"{PART}.build:add_in_trees", (f"settings.reduce={NAME}",)),),
-    build=(When(f"{PART}.build:PIECES", (f"settings.reduce={NAME}",)),),
+    build=tuple(When(f"{PART}.build:{name}", (f"settings.reduce={NAME}",)) for name in ("PIECES", "SERVED")),
     kernels={
         "addends_of_pieces": f"{PART}.serve:ADDENDS",
         "columns_of_pieces": f"{PART}.serve:COLUMNS",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtgpt.models.binding import BoundModule, bind, bound_of
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import Table
+from dtgpt.models.layers import AttentionCore, Table
 from dtgpt.models.roles import Role, role_of
 from dtgpt.ops.local_tensors import on_local_tensors
 from dtgpt.ops.norms import rows_summed_by
@@ -14,13 +14,14 @@ from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.exact_tp import NAME
 from dtgpt.parallel.exact_tp.config import FAST, WHOLE, pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.heads import attend_by_heads
 from dtgpt.parallel.exact_tp.joint import joint_norm
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.stacks import Sum, column_stack, inner_column, inner_row, row_stack
 from dtgpt.parallel.exact_tp.table import look_up
-from dtgpt.parallel.exact_tp.tree import Share, TreeCollectives
+from dtgpt.parallel.exact_tp.tree import Share, TreeCollectives, sum_over_ranks
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
             bind(_checked(module), product=look_up)
         if role in WHOLE and bound_of(module).sums_over_tp:
             bind(module, sums_over_tp=())  # which are whole on each rank
+        if isinstance(module, AttentionCore):
+            bind(module, run=partial(attend_by_heads, module))
     positions = share(settings.local_length)
     if not plan.sequence_parallel:
         positions = Share(pieces_of_size(settings.local_length, most))
@@ -103,6 +106,28 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     for end in (part.embedding, *part.blocks.values(), part.head):
         if isinstance(end, BoundModule):
             bind(end, run=partial(_within, rows, end.runner))
+
+
+def add_in_pieces(part: Decoder, building: Building) -> None:
+    """Bind to a stage for inference what has the bits of a stage in training: the sums that a plan may cut, and the
+    terms of the loss. All other results have them anyway."""
+    settings = building.settings
+    group = building.mesh.devices.get_group("tp") if settings.plan.tp > 1 else None
+    most = values_of(settings).pieces
+    if most % settings.plan.tp:
+        raise UserError(
+            f"the run has {NAME}.pieces={most}, which tp={settings.plan.tp} does not divide; use a tp that does, or "
+            "leave exact out"
+        )
+    for name, module in part.named_modules():
+        role = role_of(name, settings.model.roles)
+        if role is Role.ROW:
+            if (count := Share.of(pieces_of_size(module.weight.shape[1], most), group).number) > 1:
+                bind(module, product=_local(partial(row_product, count)), pieces=count)
+            if settings.plan.tp > 2 and group is not None:
+                bind(module, over_ranks=partial(sum_over_ranks, group=group))
+        elif role is Role.OUTPUT:
+            bind(module, loss=PiecewiseLoss(Share.of(pieces_of_size(module.weight.shape[0], most), group)))
 
 
 def _checked(table: Any) -> Table:
@@ -124,3 +149,4 @@ def _within(rows: PiecewiseRows, run: Callable[..., Any], *inputs: Any, **named:
 
 
 PIECES = Entry("pieces", when=lambda made: made.masters, deed=cut_into_pieces, after="tensor parallelism")
+SERVED = Entry("pieces", when=lambda made: not made.masters, deed=add_in_pieces, after="tensor parallelism")

@@ -39,6 +39,11 @@ class PiecewiseLoss:
         losses = [rows.losses(part, logits) for part, logits in rows.chunks(x.flatten(0, -2), local)]
         return passes.weighted(torch.cat(losses), factors).mean()
 
+    def log_probabilities(self, logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+        """Return those of ids `[M]`, fp32, under this rank's logits `[M, V_local]`, as of the losses in training."""
+        parts = [operand(part) for part in logits.chunk(self.share.number, 1)]
+        return -Rows(self.share, ids, vocab_size, 0.0).losses(slice(None), parts)
+
 
 class Rows:
     """The passes over the rows of a micro-batch."""

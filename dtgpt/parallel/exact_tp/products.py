@@ -9,8 +9,7 @@ Sharding rule: a rank has some of the pieces; what it returns of addends is a no
 `tree.TreeCollectives` adds to those of other ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +25,22 @@ ALIGNED = 64  # bytes at which operands begin: libraries take other ways for som
 def operand(x: Tensor) -> Tensor:
     """Return x, contiguous and aligned, so that a product sums it in the same order wherever x is from."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x as an `operand`. Its gradient is one, too, for the backward pass of what returned x."""
+    return _Aligned.apply(x)
+
+
+class _Aligned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = operand(x)
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return operand(grads[0])
 
 
 def pieces_of(x: Tensor, count: int, dim: int) -> Iterator[Tensor]:
@@ -46,14 +61,10 @@ def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, by_inpu
     return torch.cat([linear(x, w, b) for w, b in pairs], dim=1)
 
 
-def weight_gradient(cut: Callable[..., Iterable[Tensor]], dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tensor:
-    """Return what `WEIGHT_GRADIENT` does. cut: returns the pieces of a tensor, a number of them along a dimension."""
+def _weight_gradient(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tensor:
     if by_inputs:
-        return torch.cat([operand(dy).t() @ part for part in cut(x, count, 1)], dim=1)
-    made, x = dy.new_empty(dy.shape[1], x.shape[1]), operand(x)
-    for part, out in zip(cut(dy, count, 1), made.chunk(count), strict=True):
-        torch.mm(part.t(), x, out=out)
-    return made
+        return torch.cat([operand(dy).t() @ part for part in pieces_of(x, count, 1)], dim=1)
+    return torch.cat([part.t() @ operand(x) for part in pieces_of(dy, count, 1)])
 
 
 def _column_sums(x: Tensor, count: int) -> Tensor:
@@ -72,9 +83,7 @@ ADDENDS = Operation("addends_of_pieces", _addends, "x w, pieces of K added in a 
 # `[N, K]`, in `count` pieces of N.
 COLUMNS = Operation("columns_of_pieces", _columns, "x w + bias, in pieces of columns")
 # dy `[M, N]`, x `[M, K]`, count, by_inputs: dy^T x `[N, K]`, in `count` pieces of K by the inputs of the weight, or N.
-WEIGHT_GRADIENT = Operation(
-    "weight_gradient_of_pieces", partial(weight_gradient, pieces_of), "dy^T x, in pieces of rows or columns"
-)
+WEIGHT_GRADIENT = Operation("weight_gradient_of_pieces", _weight_gradient, "dy^T x, in pieces of rows or columns")
 # x `[R, C]`, count: the sums `[C]` of columns, fp32.
 COLUMN_SUMS = Operation("column_sums_of_pieces", _column_sums, "sum(x) of each column, in pieces of columns")
 

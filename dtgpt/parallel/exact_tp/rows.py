@@ -16,7 +16,7 @@ from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
-from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, column_sum, operand
+from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, aligned, column_sum, operand
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 
 
@@ -54,8 +54,8 @@ class PiecewiseRows(RowSums):
             x, bias = _Shifted.apply(x, own, partial(_sum_columns, count)), (own.detach(),)
         if not x.is_cpu:
             return activation(x, *bias)
-        parts = zip(*(map(operand, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
-        return torch.cat([activation(*part) for part in parts], dim=-1)
+        parts = zip(*(map(aligned, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
+        return torch.cat([aligned(activation(*part)) for part in parts], dim=-1)
 
     def rotary_qkv(
         self,
@@ -162,7 +162,8 @@ class _Scaled(torch.autograd.Function):
 
 class _ScaledHeads(torch.autograd.Function):
     """Return heads `[B, T, N, D]`, of x normalised, scaled and rotated, as they are, and give the weight `[D]` its
-    gradient. angles: their cosines and sines."""
+    gradient. angles: their cosines and sines. The heads get a contiguous gradient: the order in which PyTorch sums the
+    columns of another one depends on how many heads there are."""
 
     @staticmethod
     def forward(
@@ -174,11 +175,11 @@ class _ScaledHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, cosine, sine), dweight = ctx.saved_tensors, None
+        (x, cosine, sine), given, dweight = ctx.saved_tensors, operand(grads[0]), None
         if ctx.needs_input_grad[2]:
-            dy = rotate(grads[0].to(cosine.dtype), cosine, -sine)
+            dy = rotate(given.to(cosine.dtype), cosine, -sine)
             dweight = _whole(ctx.share, dy.flatten(0, 1), x.flatten(0, 1), ctx.eps, False)[0].to(ctx.dtype)
-        return grads[0], None, dweight, None, None, None
+        return given, None, dweight, None, None, None
 
 
 def _normed(x: Tensor, eps: float, centred: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, why_below
 from dtgpt.ops.linear import linear
 from dtgpt.ops.operation import Kernel
-from dtgpt.parallel.exact_tp.products import operand, weight_gradient
+from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.rows import length_of_piece
 from dtgpt.util.shared.gpu_limits import HOPPER
 
@@ -49,7 +49,29 @@ def _aligned(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> bool:
 
 
 def _views(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tensor:
-    return weight_gradient(Tensor.chunk, operand(dy), operand(x), count, by_inputs)
+    """Return what `WEIGHT_GRADIENT` does: of views, each written to its place."""
+    dy, x = operand(dy), operand(x)
+    if by_inputs:
+        return torch.cat([dy.t() @ part for part in x.chunk(count, 1)], dim=1)
+    made = dy.new_empty(dy.shape[1], x.shape[1])
+    for part, out in zip(dy.chunk(count, 1), made.chunk(count), strict=True):
+        torch.mm(part.t(), x, out=out)
+    return made
+
+
+def _sizes(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> tuple[int, int]:
+    """Return the sizes of a piece of the gradient of a weight."""
+    height, width = dy.shape[1], x.shape[1]
+    return (height, width // count) if by_inputs else (height // count, width)
+
+
+def _large(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> bool:
+    height, width = _sizes(dy, x, count, by_inputs)
+    return _aligned(dy, x, count, by_inputs) and height * width >= MANY
+
+
+def _in_chains(dy: Tensor, x: Tensor, *cut: Any) -> bool:
+    return has_triton(dy) and _many_rows(dy) and kernels().serves_gradient(len(dy), _sizes(dy, x, *cut))
 
 
 def _sums(x: Tensor, *_: Any) -> bool:
@@ -61,7 +83,7 @@ def _column_tiles(x: Tensor, count: int) -> bool:
 
 
 def _column_sums(x: Tensor, count: int) -> Tensor:
-    return kernels().piece_sums(x[None], None, 1, 0.0, False).flatten()
+    return kernels().piece_sums(x[None], None, 1, 0.0, False, kernels().MANY_ROWS).flatten()
 
 
 def _row_groups(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
@@ -72,7 +94,7 @@ why_older = partial(why_below, HOPPER)
 ROWS = f"bf16, over {FEW} rows"
 ADDENDS = (
     Kernel(
-        "Triton: pieces and tree in registers",
+        "Triton: pieces added as they are made",
         _in_registers,
         lambda *x: kernels().tree_product(*x),
         why_older,
@@ -89,6 +111,20 @@ COLUMNS = (
     ),
 )
 WEIGHT_GRADIENT = (
+    Kernel(
+        "cuBLAS, all pieces at once",
+        _large,
+        lambda dy, x, *_: operand(dy).t() @ operand(x),
+        why_older,
+        f"{ROWS}, pieces of {ALIGNED} k rows or columns and 2^21 numbers",
+    ),
+    Kernel(
+        "Triton, all pieces at once",
+        _in_chains,
+        lambda *x: kernels().gradient_product(*x),
+        why_older,
+        f"{ROWS}, 256 k of them, pieces of 128 k rows and columns",
+    ),
     Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
 )
 COLUMN_SUMS = (by_triton(_column_sums, _column_tiles, f"pieces of {COLUMNS_OF_TILE} k columns"),)

@@ -55,6 +55,11 @@ def tree_sum(addends: Iterable[Tensor]) -> Tensor:
     return root
 
 
+def sum_over_ranks(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of what each rank has, in a tree over the ranks."""
+    return tree_sum(Share(1, 0, group).gather(own[None]).unbind())
+
+
 class TreeCollectives:
     """The collectives of a group whose sums are trees over the ranks: each gets the addends of its part, and adds them
     up. `faster`: what gathers where it can."""
@@ -80,7 +85,7 @@ class TreeCollectives:
         if dim is not None:
             return self._scatter(torch.stack(whole.chunk(ranks, dim)))
         if whole.numel() % ranks:
-            return tree_sum(Share(1, 0, self.group).gather(whole[None]).unbind())
+            return sum_over_ranks(whole, self.group)
         own = self._scatter(whole.contiguous().view(ranks, -1))
         return Share(1, 0, self.group).gather(own[None]).view(whole.shape)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
-from dtgpt.models.binding import bind
+from dtgpt.models.binding import bind, bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
@@ -70,7 +70,8 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
                 module.register_parameter(key, nn.Parameter(parameter.to_local().detach()))
         role = role_of(name, roles)
         if role in (Role.ROW, Role.EXIT):
-            module.register_forward_hook(partial(_sum_output, group))
+            add = bound_of(module).over_ranks or partial(_summed, group)
+            module.register_forward_hook(lambda module, inputs, addend, add=add: add(addend))
         elif role is Role.ROW_STACK:
             bind(module, through=partial(mul, float(mesh.place.tp == 0)))  # one rank adds the biases
         elif role is Role.JOINT_NORM:
@@ -81,10 +82,6 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
             module.register_forward_pre_hook(lookup.before)
             module.register_forward_hook(lookup.after)
     stage.tie_weights()
-
-
-def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend: Tensor) -> Tensor:
-    return _summed(group, addend)
 
 
 def _summed(group: dist.ProcessGroup, addend: Tensor) -> Tensor:

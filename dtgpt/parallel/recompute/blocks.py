@@ -23,7 +23,7 @@ def repeat_cores(part: Decoder, building: Building) -> None:
     """Let the attention cores of the blocks that are named run again in backward."""
     for index, block in enumerate(part.blocks.values()):
         for core in attention_cores(block) if repeats(building.settings, index) else ():
-            bind(core, run=recomputed(core.compute))
+            bind(core, run=recomputed(core.runner))
 
 
 def repeat_blocks(part: Decoder, building: Building) -> None:

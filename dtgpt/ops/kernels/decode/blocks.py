@@ -188,11 +188,18 @@ class Write(NamedTuple):
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None, exact: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epilogue: str,
+    write: Write | None = None,
+    exact: bool = False,
+    pieces: int = 1,
 ) -> Tensor:
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
     `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
-    `[M, N / 2]`. exact: as training computes "plain", "gelu" and "swiglu", all of K in one chain."""
+    `[M, N / 2]`. exact: as training computes "plain", "gelu" and "swiglu", all of K in one chain, or in so many
+    `pieces`, a power of two that divides K, each rounded to x's dtype and added in a tree."""
     if epilogue not in EPILOGUES:  # which the kernel would take for "plain"
         raise ValueError(f"decode kernels do not know {epilogue}; they have {', '.join(EPILOGUES)}")
     (rows, size), columns = x.shape, len(weight)
@@ -206,6 +213,7 @@ def product(
     pdl, processors = has_hopper(x.device), multiprocessors(x.device)
     chain = exact or epilogue == "logits"
     by_tiles = pdl and gains_by_tiles(rows, columns, size, groups, chain) and all(map(copied_in_tiles, (x, weight)))
+    by_tiles = by_tiles and (pieces == 1 or size // pieces % 128 == 0)  # or a tile would read the next piece
     if by_tiles and chain and rows > 64:
         tile = choose_large(rows, columns, processors)
     elif exact:
@@ -213,13 +221,14 @@ def product(
     else:
         tile = choose_tile(rows, columns, groups, size, head_dim, processors, chain)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
+    even, stages = columns % tile.BN == 0 and size // pieces % 128 == 0, shared_memory(x.device) // stage
     if by_tiles:
         x, weight = described(x, tile.BM, tile.BK), described(weight, tile.BN, tile.BK)
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), math.ceil(groups / tile.each))](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
-        BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
+        BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=even,
         PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl, EXACT=exact, TILES=by_tiles,
-        EACH=tile.each, num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(out.device) // stage),
+        EACH=tile.each, PIECES=pieces, num_warps=tile.num_warps, num_stages=min(tile.num_stages, stages),
         launch_pdl=pdl,
     )  # fmt: skip
     return out

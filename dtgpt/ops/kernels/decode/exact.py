@@ -5,7 +5,7 @@ in one chain of tensor-core operations, as cuBLAS does wherever it does not spli
 rounds them. Attention goes over the tiles of keys that the flash kernel takes, in its order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from dtgpt.ops.kernels.attention.cached import exact_attention
 from dtgpt.ops.kernels.decode.blocks import product
 from dtgpt.ops.kernels.decode.weights import BlockWeights, HeadWeights, Rotary
+
+NONE: Mapping[int, int] = {}
 
 
 class Stream(NamedTuple):
@@ -50,13 +52,15 @@ def run_blocks(
     slots: Tensor,
     positions: Tensor,
     add: Callable[[Tensor], Tensor] | None = None,
+    pieces: Mapping[int, int] = NONE,
 ) -> Stream:
     """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v. add: from
-    addends `[M, H]` of tensor-parallel ranks their sum, rounded as training rounds it. Other arguments are those of
+    addends `[M, H]` of tensor-parallel ranks their sum, rounded as training rounds it. pieces: of the sums of matrices,
+    by the identity of these, where they have several. Other arguments are those of
     `dtgpt.ops.kernels.decode.blocks.run_blocks`."""
 
     def branch(x: Tensor, weight: Tensor) -> Tensor:
-        part = product(x, weight, None, "plain", exact=True)
+        part = product(x, weight, None, "plain", exact=True, pieces=pieces.get(id(weight), 1))
         return part if add is None else add(part)
 
     stream = Stream(x)

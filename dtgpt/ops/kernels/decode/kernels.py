@@ -128,6 +128,39 @@ def load_tile(source, at, start, inside, row, TILES: tl.constexpr):
 
 
 @triton.jit
+def chain(
+    given, first, last, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr
+):
+    """Return the sum of the terms from `first` to `last` for a tile, fp32 `[BM, BN]`."""
+    x, weight, x_at, w_at, row_inside, column_inside, row, column = given
+    k = tl.arange(0, BK)
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(first, last, BK):
+        left = (start + k < last) | EVEN
+        x_part = load_tile(x, x_at, start, row_inside & left[None, :], row, TILES)
+        w_part = load_tile(weight, w_at, start, column_inside & left[:, None], column, TILES)
+        total = tl.dot(x_part, w_part.T if TILES else w_part, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def node(
+    given, first, size, COUNT: tl.constexpr, TYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of COUNT pieces of so many terms from `first` on: of one as it is, of more in a tree whose nodes
+    are rounded to TYPE."""
+    if COUNT == 1:
+        made = chain(given, first, first + size, BM, BN, BK, EVEN, TILES)
+    else:
+        half: tl.constexpr = COUNT // 2
+        left = node(given, first, size, half, TYPE, BM, BN, BK, EVEN, TILES).to(TYPE)
+        right = node(given, first + half * size, size, half, TYPE, BM, BN, BK, EVEN, TILES).to(TYPE)
+        made = (left.to(tl.float32) + right.to(tl.float32)).to(TYPE)
+    return made
+
+
+@triton.jit
 def product_kernel(
     x,
     weight,
@@ -152,6 +185,7 @@ def product_kernel(
     EXACT: tl.constexpr,
     TILES: tl.constexpr,
     EACH: tl.constexpr,
+    PIECES: tl.constexpr = 1,
 ):
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`; where TILES both are descriptors.
 
@@ -160,7 +194,7 @@ def product_kernel(
     of each two columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias: queries to out,
     keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS:
     heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128
-    divides K.
+    divides K, or each of its PIECES, which EXACT sums in a tree.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
     first_row, first_column = tl.program_id(0) * BM, tile * BN
@@ -174,11 +208,8 @@ def product_kernel(
     total = tl.zeros((BM, BN), tl.float32)
     begin(PDL)
     if (EPILOGUE == "logits") | EXACT:
-        for start in range(0, K, BK):
-            left = (start + k < K) | EVEN
-            x_part = load_tile(x, x_at, start, row_inside & left[None, :], first_row, TILES)
-            w_part = load_tile(weight, w_at, start, column_inside & left[:, None], first_column, TILES)
-            total = tl.dot(x_part, w_part.T if TILES else w_part, total, input_precision="ieee")
+        given = x, weight, x_at, w_at, row_inside, column_inside, first_row, first_column
+        total = node(given, 0, K // PIECES, PIECES, out.dtype.element_ty, BM, BN, BK, EVEN, TILES).to(tl.float32)
     else:
         group = tl.zeros((BM, BN), tl.float32)
         first = tl.program_id(2) * (GROUP * EACH)
