@@ -348,6 +348,10 @@ def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeyp
     BITS.check_sums(replace(settings, reduce="exact_tp"))
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 for a run with reduce=exact_tp.*bf16 or fp16"):
         BITS.check_sums(replace(settings, reduce="exact_tp", dtype=torch.float32))
+    experts = replace(settings, model=mixtures(LITTLE, 64)["olmoe"], plan=Plan().for_world(1))
+    BITS.check_sums(experts)
+    with pytest.raises(UserError, match=r"exact=True cannot hold for experts .*reduce=exact_tp.*train with --reduce"):
+        BITS.check_sums(replace(experts, reduce="exact_tp"))
     BITS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
         BITS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)

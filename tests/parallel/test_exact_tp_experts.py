@@ -8,14 +8,16 @@ import torch
 
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.families.olmoe import OlmoeConfig
+from dtgpt.models.moe.mixture import Experts
 from dtgpt.ops.experts.products import Groups, grouped_linear
+from dtgpt.ops.norms import rows_summed_by
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel.exact_tp.joint import joint_norm
+from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.stacks import column_stack, row_stack
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.tree import Share
-from dtgpt.util.errors import UserError
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
 from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
@@ -84,10 +86,23 @@ def test_every_family_has_the_bits_of_one_process(exact, family):
 @pytest.mark.slow(12)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_part_that_is_missing_shows(exact, fault):
-    plan, model = "tp2_sp", OLMOE if fault == "all heads" else MANY
-    if fault == "activations":  # a rank has an odd number of them
-        plan, model = "tp2", replace(MANY, seq_length=15, ffn_hidden_size=20)
-    assert differing(replace(exact, model=model), [plan], partial(choices_with_fault, fault))[plan]
+    model = OLMOE if fault == "all heads" else MANY
+    assert differing(replace(exact, model=model), ["tp2_sp"], partial(choices_with_fault, fault))["tp2_sp"]
+
+
+def test_activations_of_experts_come_in_pieces():
+    """On a CPU PyTorch computes the last elements of a tensor by other instructions than the rest."""
+    experts, widths = Experts(OLMOE), []
+    for stack in (experts.gate_up, experts.down):
+        torch.nn.init.normal_(stack.weight)
+    swiglu, rows = experts.activation, torch.randn(12, 32)
+    experts.activation = lambda x: (widths.append(x.shape[1]), swiglu(x))[1]
+    ends = torch.tensor([1, 1, 2, 4, 6, 8, 10, 12], dtype=torch.int32)
+    plain = experts.products(rows, ends)
+    with rows_summed_by(PiecewiseRows(Share(4), lambda size: Share(4), 1)):
+        made = experts.products(rows, ends)
+    assert widths == [96, *[24] * 4]
+    torch.testing.assert_close(made, plain)
 
 
 def leaves(dtype: torch.dtype) -> tuple[list[torch.Tensor], Groups, torch.Tensor]:
@@ -147,15 +162,6 @@ def test_the_squares_of_stacks_are_added_in_pieces():
 @pytest.mark.slow(8)
 def test_the_kernel_sums_pieces_of_the_rows_of_experts():
     run_interpreted("from tests.support.bodies_exact_stacks import check_kernels; check_kernels()")
-
-
-def test_sinks_whose_gradients_pytorch_sums_on_a_gpu_are_refused(exact):
-    recipe = replace(
-        exact, model=OURS["gpt_oss"], precision="bf16", attention="explicit", compile="off", balance=BalanceConfig()
-    )
-    recipe.settings(recipe.plan_for(1), torch.device("cpu"))
-    with pytest.raises(UserError, match=r"attention=explicit is explicit here.*use --attention flash, or --reduce"):
-        recipe.settings(recipe.plan_for(1), torch.device("cuda"))
 
 
 AGAIN = {"recompute": "full"}

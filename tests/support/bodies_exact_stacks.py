@@ -12,7 +12,6 @@ from torch import Tensor
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.balance.state import Balances
 from dtgpt.parallel.exact_tp import build, joint, stacks
-from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.tree import Share
 from tests.support.bodies_exact import bits_and_choices
 from tests.support.bodies_exact_tp import check_close
@@ -25,10 +24,6 @@ def _whole_addends(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_input
 
 def _own_sum(share: Share, x: Tensor) -> Tensor:
     return share._replace(number=1).gather(x.sum(-1, keepdim=True)[None]).sum(0)
-
-
-def _at_once(self: PiecewiseRows, activation: Any, width: int, x: Tensor, *bias: Tensor) -> Tensor:
-    return activation(x, *bias)
 
 
 def _one_adds(self: Balances, *given: Any, each_adds: bool = False, **named: Any) -> None:
@@ -45,7 +40,6 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "biases": (build, "WHOLE", tuple(role for role in build.WHOLE if role is not build.Role.ROW_STACK)),
     "balance": (Balances, "__init__", _one_adds),
     "all heads": (joint, "_sum_of_all", _own_sum),
-    "activations": (PiecewiseRows, "activated", _at_once),
 }
 
 

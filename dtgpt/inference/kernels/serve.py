@@ -19,6 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Core, attention_cores, inventory
 from dtgpt.models.layers import Output
+from dtgpt.models.roles import Role
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES, exact_attention
 from dtgpt.ops.kernels.decode.blocks import next_rows
@@ -108,6 +109,12 @@ SUMS: Rules = (
         Is("dtype", "==", torch.float32),
         Is("spans_tp", "==", True),
     ),
+    Rule(
+        "exact=True cannot hold for experts that were trained with reduce={reduce}: generation does not make their "
+        "sums of pieces; train with --reduce exact, or leave exact out",
+        Is("has_experts", "==", True),
+        Is("spans_tp", "==", True),
+    ),
 )
 
 
@@ -123,6 +130,7 @@ class ExactBits:
         """Raise UserError where generation cannot have the bits of a run with these settings."""
         part = seams.added("sums").get(settings.reduce)
         values = {name: getattr(settings, name) for name in ("plan", "dtype", "reduce")}
+        values["has_experts"] = inventory(settings.model).has(Role.ROUTER)
         check_rules(SUMS, values | {"spans_tp": part is not None and seams.load(part).spans_tp})
 
     def check_blocks(self, config: ModelConfig) -> None:

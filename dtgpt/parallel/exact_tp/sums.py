@@ -7,15 +7,11 @@ from torch import Tensor, nn
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import ROWS, Role, role_of
-from dtgpt.models.shared.attention_backend import backend_of
 from dtgpt.ops.optim.fixed_point import exact_sum, squares_of_rows
 from dtgpt.parallel.exact_sums.sums import ExactSums
-from dtgpt.parallel.exact_tp import NAME
-from dtgpt.parallel.exact_tp.config import FAST, pieces_of_size, values_of
+from dtgpt.parallel.exact_tp.config import pieces_of_size, values_of
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError
 
 
 class PiecewiseSums(ExactSums):
@@ -28,17 +24,6 @@ class PiecewiseSums(ExactSums):
         super().__init__(settings)
         self._count = dict[nn.Parameter, int]()  # pieces of this rank, of those whose rows tensor parallelism may cut
         self._pieces = dict[int, int]()  # of the rows of gradients, by the identity of these
-
-    @staticmethod
-    def check_settings(settings: Settings) -> None:
-        """Raise UserError where a run cannot have these sums."""
-        ExactSums.check_settings(settings)
-        cores = inventory(settings.model).kinds_of_cores() if settings.device.type == "cuda" else ()
-        if any(core.sinks and backend_of(settings, core) == "explicit" for core in cores):
-            raise UserError(
-                f"reduce={NAME}, but attention={settings.attention} is explicit here, where PyTorch sums the gradients "
-                f"of sinks in an order that depends on the heads of a rank; use --attention flash, or {FAST}"
-            )
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
         super().open(stages, mesh)
