@@ -17,6 +17,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.loop import train
 from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
+from tests.support.disks import train_with_files_of_at_most
 from tests.support.ranks import pool
 from tests.support.runs import change
 
@@ -65,9 +66,21 @@ def test_a_run_leaves_the_folder_of_its_last_step(exporting, monkeypatch, capsys
     assert "nothing is left to do" in capsys.readouterr().out.rpartition("left to do: Hugging")[2]
 
 
-def test_ranks_leave_one_folder(exporting):
-    assert pool().run(2, train, replace(exporting, plan="tp2_sp"))[0] == 0
+@pytest.mark.parametrize("plan", ["tp2_sp", "dp2_zero3", "pp2"])
+def test_ranks_leave_one_folder(exporting, plan):
+    assert pool().run(2, train, replace(exporting, plan=plan))[0] == 0
     (run,) = Path(exporting.runs).iterdir()
+    assert_is_the_model(run)
+
+
+def test_a_disk_that_takes_the_checkpoint_alone(exporting):
+    """Ranks write parts of the model, of which the folder has one file."""
+    sharded = replace(exporting, plan="dp4_zero3", micro_batch_size=2)
+    code, told = pool().run(4, train_with_files_of_at_most, 120_000, sharded)[0]
+    (run,) = Path(exporting.runs).iterdir()
+    assert code == 0 and "the run is done, write the folder later: dtgpt convert" in " ".join(told.split())
+    assert not [path for path in run.iterdir() if "hf" in path.name]
+    assert train(override(exporting, ["--resume", str(run), "--plan", "dp1"])) == 0
     assert_is_the_model(run)
 
 

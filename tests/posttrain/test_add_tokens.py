@@ -142,6 +142,14 @@ def test_rows_beside_adapters_are_opened_by_peft_and_merged(grown, tied, tmp_pat
     base.resize_token_embeddings(grown.model.vocab_size)
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
     torch.testing.assert_close(ours, logits_of(theirs, tokens), rtol=1e-4, atol=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained(grown.init_from)
+    base.resize_token_embeddings(grown.model.vocab_size)
+    base.save_pretrained(tmp_path / "resized")
+    torch.testing.assert_close(dtgpt.load(tmp_path / "resized", adapter=tmp_path / "peft", device="cpu")(tokens), ours)
+    with pytest.raises(
+        UserError, match=r"has a row for token \d+, and the model 280 tokens; .*resize_token_embeddings"
+    ):
+        dtgpt.load(grown.init_from, adapter=tmp_path / "peft", device="cpu")
     convert(checkpoint, tmp_path / "merged", ConvertOptions(to="hf"))
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(ours, logits_of(opened, tokens), rtol=1e-4, atol=1e-5)

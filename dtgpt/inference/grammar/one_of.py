@@ -39,11 +39,11 @@ def _apart(a: Any, b: Any, root: Any, depth: int = 0) -> bool:
         return True
     if None not in types and not set(types[0] or ()) & set(types[1] or ()):
         return True
-    inner, needed = [each.get("properties") for each in (a, b)], [*_required(a), *_required(b)]
-    if not all(isinstance(each, dict) for each in inner) or ["object"] not in types:
+    first, second = a.get("properties"), b.get("properties")
+    if not (isinstance(first, dict) and isinstance(second, dict)) or ["object"] not in types:
         return False
-    both = (name for name in needed if name in inner[0] and name in inner[1])
-    return any(_apart(inner[0][name], inner[1][name], root, depth + 1) for name in both)
+    both = (name for name in (*_required(a), *_required(b)) if name in first and name in second)
+    return any(_apart(first[name], second[name], root, depth + 1) for name in both)
 
 
 def _required(schema: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from dtgpt.interop.foreign import check_architecture
 from dtgpt.interop.hf.architecture import Architecture
 from dtgpt.interop.hf.experts import alternating, gates_first
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, read_object, save_tensors, with_file
-from dtgpt.interop.hf.peft_rows import rows_for_peft
+from dtgpt.interop.hf.peft_rows import INDICES, OUTER, Rows, are_indices, rows_for_peft, rows_of_peft
 from dtgpt.interop.keys import Key, Keys, among, check_keys, just
 from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
@@ -32,14 +32,13 @@ from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.source import Ranges
 from dtgpt.parallel.layout import slices
 from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
-from dtgpt.posttrain.lora.checkpoint import SavedAdapter
+from dtgpt.posttrain.lora.checkpoint import Addend, SavedAdapter
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import is_finite
 from dtgpt.util.storage import write_json
 
 WEIGHTS = "adapter_model.safetensors"
 LARGEST_ALPHA = 1e15  # its products with weights have room in fp32
-OUTER = "base_model.model."  # of all names in the file
 NAME = re.compile(r"[\w.]+")
 ANY = ".*\\."  # before names of stacks, where peft made a pattern itself
 GATES = "gate_up_proj"
@@ -51,7 +50,6 @@ REFUSED = (
     "use_dora",
     "modules_to_save",
     "lora_bias",
-    "trainable_token_indices",
     "alora_invocation_tokens",
     "layer_replication",
     "use_qalora",
@@ -77,6 +75,7 @@ def _are_names(value: Any) -> bool:
 KEYS: Keys = {
     "peft_type": Key(just("LORA"), "; dtgpt reads adapters of LORA"),
     **dict.fromkeys(REFUSED, Key(among(ABSENT), "; dtgpt reads adapters of LORA without it")),
+    INDICES: Key(are_indices, f", which is no list of tokens, for all or by module; {REMEDY}"),
     "bias": Key(just("none"), "; dtgpt reads adapters of LORA without biases", "none"),
     "init_lora_weights": Key(
         among(KEEPS_BASE),
@@ -89,9 +88,9 @@ KEYS: Keys = {
 }
 
 
-class Peft:
+class Peft(Addend):
     """A folder of peft: an `Addend` of a model of this shape. Raises UserError where it is none, is for another model,
-    or has more than plain LoRA."""
+    or has more than plain LoRA and rows of tokens."""
 
     def __init__(self, folder: Path, config: ModelConfig, kind: str | None = None):
         """kind: the model_type of the base, whose names count; None: that by which dtgpt writes such a model."""
@@ -110,12 +109,19 @@ class Peft:
             if parameter.block is not None and len(parameter.shape) > 1:
                 self._find_stack(parameter)
                 self._find_matrices(parameter)
-        if self._unknown or not self._addends:
+        self._rows: dict[str, Rows] = {}
+        for key, name, rows in rows_of_peft(self._tensors, self.settings, config, self._architecture, self.path):
+            self._rows[name] = rows
+            self._unknown.remove(key)
+        if self._unknown or not (self._addends or self._rows):
             named = shown_name(min(self._unknown)) if self._unknown else "no adapter"
             raise self._for_another(f"it has {named}, which the model has not")
 
     def read(self, name: str, part: Ranges | None = None) -> Tensor | None:
         return self._addends[name](part) if name in self._addends else None
+
+    def replaced(self, name: str, values: Tensor, part: Ranges | None = None) -> Tensor:
+        return self._rows[name].put_into(values, part) if name in self._rows else values
 
     def _find_matrices(self, parameter: Parameter) -> None:
         """Take the adapters of the matrices that a parameter is in transformers' files, if there are some."""
@@ -312,7 +318,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     }
     if written.parameters:  # a key that old versions of peft do not know
         settings["target_parameters"] = sorted(written.parameters)
-    rows, of_rows = rows_for_peft(adapter, architecture, OUTER)
+    rows, of_rows = rows_for_peft(adapter, architecture)
     settings |= of_rows
     with new_folder(folder) as made:
         save_tensors(written.tensors | rows, made / WEIGHTS)

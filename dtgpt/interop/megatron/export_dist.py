@@ -173,13 +173,15 @@ def _pieces(source: Source, target: Target, stacked: bool) -> Iterator[Piece]:
             lead, counts = [int(layer[1])], [config.num_layers]
         if expert:
             key, shape = key.replace(f"local_experts.{expert[2]}", "experts"), shape[1:]
-            lead, counts = [*lead, int(expert[2])], [*counts, config.num_experts]
+            lead, counts = [*lead, int(expert[2])], [*counts, getattr(config, "num_experts", 0)]
         yield Piece(key, tuple(lead), tuple(counts), 0, shape, dtype, name, part)
 
 
 def _states(piece: Piece, with_state: Collection[str]) -> Iterator[str]:
     """Yield the names of the objects that the modules of a parameter ask for, of those that have one."""
-    module = piece.key.rpartition(".")[0]
+    module, _, kind = piece.key.rpartition(".")
+    if kind != "weight":  # as that of a norm, which belongs to what follows
+        return
     outer, _, last = module.rpartition(".")
     for own in (last, "core_attention") if last == "linear_qkv" else (last,):
         if own in with_state:

@@ -94,8 +94,12 @@ class Addend(Protocol):
     def read(self, name: str, part: Ranges | None = None) -> Tensor | None:
         """Return what is added to the elements `part` of the parameter `name`, fp32 on the CPU; None: nothing."""
 
+    def replaced(self, name: str, values: Tensor, part: Ranges | None = None) -> Tensor:
+        """Return the elements `part` of the parameter `name` with those that the adapter has in their place."""
+        return values
 
-class SavedAdapter:
+
+class SavedAdapter(Addend):
     """The adapters of a checkpoint: an `Addend`."""
 
     def __init__(self, checkpoint: Checkpoint):
@@ -134,7 +138,7 @@ class Merged(Source):
 
     def read(self, name: str, part: Ranges | None = None) -> Tensor:
         values, addend = self._base.read(name, part), self._adapter.read(name, part)
-        return values if addend is None else values + addend
+        return self._adapter.replaced(name, values, part) if addend is None else values + addend
 
 
 def merged(base: Source, path: Path, checkpoint: Checkpoint, original: Source | None = None) -> Merged:
