@@ -16,6 +16,7 @@ from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.rotary_positions import Rotation, angle_table, rotate
+from dtgpt.parallel.exact_tp.tree import tree_sum
 from tests.support.pairwise import each_pair
 
 pytestmark = pytest.mark.cuda
@@ -180,6 +181,14 @@ def test_exact_products_of_many_rows_have_the_bits_of_few(epilogue, rows, column
         found = blocks.product(x, weight, added, epilogue, exact=True)
         alone = [blocks.product(part, weight, added, epilogue, exact=True) for part in x.split(32)]
         assert torch.equal(found, torch.cat(alone))
+
+
+@pytest.mark.parametrize(("rows", "size", "pieces"), [(1, 1024, 8), (40, 4096, 8), (200, 4096, 4), (17, 704, 2)])
+def test_exact_products_in_pieces_are_trees_of_chains(rows, size, pieces):
+    x, weight = random(rows, size), random(768, size, scale=size**-0.5)
+    parts = zip(x.chunk(pieces, 1), weight.chunk(pieces, 1), strict=True)
+    chains = [blocks.product(a.contiguous(), b.contiguous(), None, "plain", exact=True) for a, b in parts]
+    assert torch.equal(blocks.product(x, weight, None, "plain", exact=True, pieces=pieces), tree_sum(chains))
 
 
 @pytest.mark.parametrize(("columns", "size"), [(2048, 8192), (4096, 4040), (1600, 6400), (1000, 1100)])

@@ -1,5 +1,6 @@
 """`--reduce exact_tp`: the same bits for any number of tensor-parallel ranks."""
 
+import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -177,10 +178,10 @@ def test_kernels_sum_the_rows_and_columns_of_pieces():
 @pytest.mark.parametrize(
     "rows, terms, columns, expected",
     [
-        (8192, 1024, 4096, (True, True, True, True)),
-        (8192, 4096, 4096, (True, True, True, True)),
-        (4096, 4096, 512, (False, False, True, False)),  # cuBLAS may split its sums
-        (8192, 1024, 768, (False, False, False, False)),  # pieces begin at other alignments
+        (8192, 1024, 4096, (True, True, True, False, True)),
+        (8192, 4096, 4096, (True, True, True, True, True)),
+        (4096, 4096, 512, (False, False, True, False, False)),  # cuBLAS may split its sums
+        (8192, 1024, 768, (False, False, False, False, False)),  # pieces begin at other alignments
     ],
 )
 def test_all_plans_take_the_same_kernels(rows, terms, columns, expected):
@@ -192,7 +193,19 @@ def test_all_plans_take_the_same_kernels(rows, terms, columns, expected):
             forward = serve._in_one_chain(x, empty(own, terms), None, count, False)
             backward = serve._in_one_chain(x, empty(terms, own), None, count, True)
             gradient = serve._aligned(empty(rows, own), x, count, False)
-            assert (forward, backward, gradient, serve._column_tiles(empty(rows, own), count)) == expected
+            large = serve._large(empty(rows, own), x, count, False)
+            assert (forward, backward, gradient, large, serve._column_tiles(empty(rows, own), count)) == expected
+
+
+@needs_triton
+def test_all_plans_sum_the_rows_of_gradients_in_the_same_chains():
+    code = """
+        from dtgpt.parallel.exact_tp import kernels
+        for height, width, expected in ((1024, 1024, 4), (3072, 1024, 1), (4096, 1024, 1), (1024, 64, 4)):
+            for count in (8, 4, 2, 1):
+                assert kernels.chains_of(height // 8 * count, width, count) == expected
+    """
+    run_interpreted(textwrap.dedent(code))
 
 
 AGAIN = {"recompute": "full"}

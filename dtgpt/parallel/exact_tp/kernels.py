@@ -299,7 +299,7 @@ def gradient_product(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tens
     whose number follows from the size of a piece."""
     dy, x = operand(dy), operand(x)
     (rows, height), width = dy.shape, x.shape[1]
-    chains = 1 if height * width // count >= SMALL else CHAINS
+    chains = chains_of(height, width, count)
     tile = choose_gradient(height, width, chains, programs_of(GRADIENT[0], x.device))
     out, packed = torch.empty(height, width, dtype=x.dtype, device=x.device), x.is_cuda
     parts = out if chains == 1 else torch.empty(chains, height, width, dtype=torch.float32, device=x.device)
@@ -313,6 +313,11 @@ def gradient_product(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tens
     if chains > 1:
         chains_kernel[(triton.cdiv(out.numel(), 2048),)](parts, out, out.numel(), CHAINS=chains, BLOCK=2048)
     return out
+
+
+def chains_of(height: int, width: int, count: int) -> int:
+    """Return the chains of a gradient `[height, width]` of `count` pieces."""
+    return 1 if height * width // count >= SMALL else CHAINS
 
 
 def choose_gradient(height: int, width: int, chains: int, processors: int) -> Tile:

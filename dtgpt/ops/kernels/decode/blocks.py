@@ -222,14 +222,16 @@ def product(
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
     pdl, processors = has_hopper(x.device), multiprocessors(x.device)
     chain = exact or epilogue == "logits"
-    by_tiles = pdl and gains_by_tiles(rows, columns, size, groups, chain) and all(map(copied_in_tiles, (x, weight)))
-    by_tiles = by_tiles and (pieces == 1 or size // pieces % 128 == 0)  # or a tile would read the next piece
+    fast = pdl and pieces == 1  # a large tile would keep several nodes of a tree
+    by_tiles = fast and gains_by_tiles(rows, columns, size, groups, chain) and all(map(copied_in_tiles, (x, weight)))
     if by_tiles and chain and rows > 64:
         tile = choose_large(rows, columns, processors)
     elif exact:
         tile = choose_chain(rows, columns, size, x.itemsize, processors)
     else:
         tile = choose_tile(rows, columns, groups, size, head_dim, processors, chain)
+    if pieces > 1:
+        tile = tile._replace(BM=min(tile.BM, 64), BN=min(tile.BN, 32), num_warps=4)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     even, stages = columns % tile.BN == 0 and size // pieces % 128 == 0, shared_memory(x.device) // stage
     if by_tiles:
