@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
 Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. Of a mixture of experts the
-tokens are drawn, since equal sequences would choose equal experts. The bound is the bytes of the weights that a step
-multiplies and of the keys and values at these positions, over the rate of a large copy, which is measured in the same
-run.
+tokens are drawn, and sequences have prompts of their own, since equal ones would choose equal experts. The bound is the
+bytes of the weights that a step multiplies and of the keys and values at these positions, over the rate of a large
+copy, which is measured in the same run.
 Peers take turns; the figures are medians.
 """
 
@@ -90,10 +90,11 @@ def make_engine(args: argparse.Namespace, device: torch.device, exact: bool = Fa
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
     config, dtype = args.config, DTYPES[args.dtype]
-    drawn = {"temperature": 1.0 if isinstance(config, ExpertsConfig) else 0.0}
+    apart = isinstance(config, ExpertsConfig)
+    drawn = {"temperature": 1.0 if apart else 0.0}
     makers: dict[str, Callable[[], Peer]] = {
-        "dtgpt": partial(EnginePeer, engine, **drawn),
-        "exact": lambda: EnginePeer(make_engine(args, device, exact=True), **drawn),
+        "dtgpt": partial(EnginePeer, engine, **drawn, apart=apart),
+        "exact": lambda: EnginePeer(make_engine(args, device, exact=True), **drawn, apart=apart),
         "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
         "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True, **drawn),
         "hf_eager": partial(TransformersPeer, config, device, dtype, static=False, **drawn),

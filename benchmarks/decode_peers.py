@@ -49,15 +49,24 @@ class Peer(ABC):
 class EnginePeer(Peer):
     """dtgpt's engine, as a server drives it: scheduler, rounds, and results read on the host."""
 
-    def __init__(self, engine: Engine, temperature: float = 0.0):
-        self.engine, self.temperature = engine, temperature
+    def __init__(self, engine: Engine, temperature: float = 0.0, apart: bool = False):
+        """apart: each sequence has a prompt of its own, of random tokens, as long as the others'."""
+        self.engine, self.temperature, self.apart = engine, temperature, apart
 
-    def step_time(self) -> float:
-        sampling = Options(temperature=self.temperature, max_new_tokens=LEAD + self.tokens, ends=False)
+    def _submit(self, sampling: Options) -> None:
+        if self.apart:
+            tokens = torch.randint(0, self.engine.config.vocab_size, (self.batch, len(self.prompt)))
+            for ids in tokens.tolist():
+                self.engine.submit(PromptJob(ids, sampling))
+            return
         # Choices of prompts that arrive together begin together, so that all rows are at the same position.
         for begin in range(0, self.batch, MOST_SEQUENCES):
             choices = min(MOST_SEQUENCES, self.batch - begin)
             self.engine.submit(PromptJob(self.prompt, replace(sampling, num_return_sequences=choices)))
+
+    def step_time(self) -> float:
+        sampling = Options(temperature=self.temperature, max_new_tokens=LEAD + self.tokens, ends=False)
+        self._submit(sampling)
         count, started, counted = 0, 0.0, 0
         while self.engine.busy:
             count += sum(len(event.ids) for event in self.engine.step())

@@ -14,7 +14,7 @@ from dtgpt.ops.kernels.devices import multiprocessors
 from dtgpt.ops.kernels.rotary_kernels import load_angles, load_halves, store_halves
 
 SUMMING = 16  # warps per multiprocessor in all programs of backward together
-WIDE = 4096  # elements of q and k of a token from which on a program has eight warps
+WIDE = 4096  # elements of q and k of a token up to which a program has four warps, backward half as many
 
 # Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.
 SIZES = ["tokens", "length", "num_positions"]
@@ -159,14 +159,14 @@ def joint_backward_kernel(
     store_halves(dk_weight + program * (G * D) + k_here, k_sum_a, k_sum_b, k_mask, HALF)
 
 
-def constants(shape: torch.Size, limit: float) -> dict[str, int | float]:
-    """Return the sizes that are constants of a kernel, and its warps."""
+def constants(shape: torch.Size, limit: float, most: int = WIDE) -> dict[str, int | float]:
+    """Return the sizes that are constants of a kernel, and its warps: four up to `most` elements of q and k."""
     _, _, groups, parts, size = shape
     heads = groups * (parts - 2)
     return {
         "LIMIT": float(limit), "G": groups, "R": parts - 2, "D": size, "QUERIES": triton.next_power_of_2(heads),
         "GROUPS": triton.next_power_of_2(groups), "BLOCK": triton.next_power_of_2(size // 2),
-        "num_warps": 4 if (heads + groups) * size <= WIDE else 8,
+        "num_warps": 4 if (heads + groups) * size <= most else 8,
     }  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def joint_backward(
     """Return the gradients of qkv and of the weights."""
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     qkv, positions = qkv.contiguous(), None if positions is None else positions.contiguous()
-    tokens, d_qkv, chosen = qkv.shape[0] * qkv.shape[1], torch.empty_like(qkv), constants(qkv.shape, limit)
+    tokens, d_qkv, chosen = qkv.shape[0] * qkv.shape[1], torch.empty_like(qkv), constants(qkv.shape, limit, WIDE // 2)
     programs = max(min(tokens, multiprocessors(qkv.device) * (SUMMING // int(chosen["num_warps"]))), 1)
     sums = [torch.empty(1, programs, w.numel(), dtype=torch.float32, device=qkv.device) for w in (q_weight, k_weight)]
     joint_backward_kernel[(programs,)](

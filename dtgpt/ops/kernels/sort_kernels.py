@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS = 32768  # of a key and an expert, that a program compares at most
+KEYS, PAIRS = 128, 16384  # of a program: keys, and pairs of a key and an expert that it compares, at most
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def sorted_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Te
     """Return the fields of an `Order` for experts int64 `[N, k]`, N > 0, of `count`."""
     experts, device = experts.contiguous(), experts.device
     total, chosen, width = experts.numel(), experts.shape[1], power_of_two(count)
-    keys = min(256, PAIRS // width)  # of a program
+    keys = min(KEYS, PAIRS // width)
     blocks, sizes = triton.cdiv(total, keys), {"E": count, "EXPERTS": width, "KEYS": keys}
     counts = torch.empty(count * blocks, dtype=torch.int32, device=device)
     count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=8)

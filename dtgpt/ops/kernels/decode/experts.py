@@ -3,8 +3,10 @@
 Three launches for the experts of a token: its router's logits, the products of the chosen experts' first matrices with
 the function of the gate, and those of their second ones; the sum over a token's slots is one of the norm that follows.
 Of several tokens a fourth chooses. Beyond `FEW` tokens rows are sorted by expert, for products of many rows. The bits
-of a token do not depend on the others, nor on which of the two ways they go: K is one chain in both, and a slot's
-result is rounded alike. Sharding rule: F may be sharded; each rank has an addend of each slot's result.
+of a token do not depend on the others. With the functions of `SAME_BITS` they do not depend on which of the two ways
+rows go either: K is one chain in both, and a slot's result is rounded alike; other functions differ in last bits.
+
+Sharding rule: F may be sharded; each rank has an addend of each slot's result.
 """
 
 import functools
