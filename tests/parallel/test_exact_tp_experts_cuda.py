@@ -117,9 +117,21 @@ SMALL = [
 
 
 @TWO
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_captured_steps_of_two_gpus_have_the_bits_of_one(tmp_path, precision):
-    options = [*SMALL, "--precision", precision, "--graph", "on", "--reduce", "exact_tp", "--micro_batch_size", "8"]
+@pytest.mark.parametrize("precision, attention", [("bf16", "flash"), ("fp32", "explicit")])
+def test_captured_steps_of_two_gpus_have_the_bits_of_one(tmp_path, precision, attention):
+    options = [
+        *SMALL,
+        "--precision",
+        precision,
+        "--attention",
+        attention,
+        "--graph",
+        "on",
+        "--reduce",
+        "exact_tp",
+        "--micro_batch_size",
+        "8",
+    ]
 
     def of(plan: str) -> dict:
         made = {"recipe": str(RECIPES / "moe_tiny.py"), "steps": WARM_UP + 4}

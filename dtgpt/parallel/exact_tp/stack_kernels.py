@@ -27,9 +27,19 @@ def piece(
 
 @triton.jit
 def node(
-    x, w, row, column, above, start, K,
-    COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUTS: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    row,
+    column,
+    above,
+    start,
+    K,
+    COUNT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BY_INPUTS: tl.constexpr,
+):
     """Return the sum of COUNT pieces from `start` on, in a tree whose nodes are rounded to the type of x."""
     if COUNT == 1:
         made = piece(x, w, row, column, above, start, K, BM, BN, BK, BY_INPUTS)
@@ -43,9 +53,21 @@ def node(
 
 @triton.jit
 def stack_tree_kernel(
-    x, w, ends, out, K, COLUMNS: tl.constexpr, PER_EXPERT: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
-    COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUTS: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    ends,
+    out,
+    K,
+    COLUMNS: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BY_INPUTS: tl.constexpr,
+):
     """Write a tile of out `[M, COLUMNS]`: the sum of COUNT pieces of K each, of the rows of one expert of x
     `[M, COUNT K]` and its matrix, of w `[E PER_EXPERT, ..]`: `[COLUMNS, COUNT K]` where it is BY_INPUTS, else
     `[COUNT K, COLUMNS]`. x and w are descriptors."""
@@ -90,9 +112,21 @@ def _launch(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_inputs: bool
     # Each expert may leave a tile unfilled.
     grid = ((triton.cdiv(rows, BM) + experts) * triton.cdiv(columns, BN),)
     stack_tree_kernel[grid](
-        given, matrix, ends, out, size // count, COLUMNS=columns, PER_EXPERT=per_expert,
-        E=experts, EXPERTS=max(2, triton.next_power_of_2(experts)),
-        COUNT=count, BM=BM, BN=BN, BK=inner, BY_INPUTS=by_inputs,
-        num_warps=8, num_stages=4,
-    )  # fmt: skip
+        given,
+        matrix,
+        ends,
+        out,
+        size // count,
+        COLUMNS=columns,
+        PER_EXPERT=per_expert,
+        E=experts,
+        EXPERTS=max(2, triton.next_power_of_2(experts)),
+        COUNT=count,
+        BM=BM,
+        BN=BN,
+        BK=inner,
+        BY_INPUTS=by_inputs,
+        num_warps=8,
+        num_stages=4,
+    )
     return out
