@@ -216,8 +216,8 @@ def capabilities() -> list[Capability]:
         module = importlib.import_module(name)
         # One that is being imported describes nothing yet.
         if name in _left and (hasattr(module, "CAPABILITY") or not getattr(module.__spec__, "_initializing", False)):
-            _left.remove(name)
             _capabilities.append(module.CAPABILITY)
+            _left.remove(name)
     return _capabilities
 
 
