@@ -25,6 +25,7 @@ LARGE: dict[str, tuple[int, int, int, str, Routing, bool]] = {
     "olmoe": (64, 2048, 1024, "silu", Routing(8), False),
     "gpt_oss": (32, 2880, 2880, "clamped_swiglu", Routing(4, "softmax_of_chosen"), True),
     "mixtral": (8, 1024, 3584, "silu", Routing(2, normalised=True), False),
+    "uneven": (160, 512, 256, "silu", Routing(6), False),
 }
 
 

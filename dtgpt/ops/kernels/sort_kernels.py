@@ -67,8 +67,9 @@ def ranked(scores: Tensor, count: int) -> Tensor:
     """Return the indices int64 `[.., count]` of the largest scores fp32 `[.., E]`."""
     scores, experts = scores.contiguous(), scores.shape[-1]
     found = torch.empty(*scores.shape[:-1], count, dtype=torch.int64, device=scores.device)
+    size = power_of_two(experts)
     rank_kernel[(scores.numel() // experts,)](
-        scores, found, E=experts, EXPERTS=power_of_two(experts), CHOSEN=count, num_warps=max(1, min(16, experts // 16))
+        scores, found, E=experts, EXPERTS=size, CHOSEN=count, num_warps=max(1, min(16, size // 16))
     )
     return found
 

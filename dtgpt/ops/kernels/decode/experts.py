@@ -114,8 +114,9 @@ def choice_of(logits: Tensor, rule: Routing) -> Choice:
         return Choice(experts, weigh(logits, experts, rule))
     experts = torch.empty(rows, rule.chosen, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, rule.chosen, dtype=torch.float32, device=logits.device)
+    warps = max(4, power_of_two(count) // 16)
     kernels().choose_kernel[(rows,)](
-        logits, experts, weights, **numbers_of(rule, count), PDL=pdl, num_warps=max(4, count // 16), launch_pdl=pdl
+        logits, experts, weights, **numbers_of(rule, count), PDL=pdl, num_warps=warps, launch_pdl=pdl
     )
     return Choice(experts, weights)
 
