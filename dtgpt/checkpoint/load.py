@@ -35,7 +35,7 @@ class Saved(Source):
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint, self.config = checkpoint, replace(checkpoint.config, dropout=0.0)
         self.iteration, self.consumed_samples = checkpoint.state["step"], checkpoint.state["consumed_samples"]
-        self.recipe = checkpoint.state["recipe"]
+        self.recipe = checkpoint.state.get("recipe", {})
         last = self.config.num_layers - 1
         name = next(inventory(self.config).of_block(last)).name
         if not checkpoint.pieces(name):  # before a model of that many blocks is laid out

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 8  # pieces of a program
-LEVELS = 3  # of nodes that wait, of so many pieces
+LEVELS = 2  # of nodes that wait in memory, of so many pieces
 ROWS = 32  # of a group, at most
 MANY_ROWS = 256  # of a group, at most, where all rows are one piece
 FOLD = 16, 64  # groups and columns of a tile of the second stage
@@ -42,13 +42,9 @@ class Tile(NamedTuple):
     BK: int = 64
     num_warps: int = 8
     num_stages: int = 4
-    each: int = 1  # programs of a multiprocessor
-    keeps: bool = False  # whether a node of one piece waits in registers, and not in memory
 
 
-WIDE, NARROW = Tile(128, 256, num_stages=3), Tile(128, 128, keeps=True)
-SHORT = Tile(64, 128, num_warps=4, num_stages=3, each=2, keeps=True)  # for pieces of few terms
-FEW_TERMS = 256
+TREE = Tile(128, 128)  # wider ones have no registers for a node that waits
 GRADIENT = Tile(128, 256, num_stages=3), Tile(128, 128, num_warps=4)
 GAIN = 1.07  # of the first of these over the second, where both have tiles for all multiprocessors
 
@@ -117,7 +113,7 @@ def places_of(memory, BM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexp
     """Return where a program has the numbers of its first node, `[BM, WIDTH]`: pointers, or if PACKED addresses. Those
     of the threads of a warp are neighbours."""
     r, c = tl.arange(0, BM)[:, None], tl.arange(0, WIDTH)[None, :]
-    begin, within = tl.program_id(0).to(tl.int64) * (3 * BM * WIDTH), (c // 4 * BM + r) * 4 + c % 4
+    begin, within = tl.program_id(0).to(tl.int64) * (2 * BM * WIDTH), (c // 4 * BM + r) * 4 + c % 4
     return hidden(memory) + begin * 4 + within.to(tl.int64) * 4 if PACKED else memory + begin + within
 
 
@@ -141,11 +137,11 @@ def corner(tile, down, across, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.con
 def tree_kernel(
     x, w, out, memory, down, across, steps,
     COUNT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUTS: tl.constexpr,
-    KEEPS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr = 8,
+    PACKED: tl.constexpr, GROUP: tl.constexpr = 8,
 ):  # fmt: skip
     """Write tiles of the sum of COUNT pieces of K, `steps` BK each: x `[M, COUNT K]`, w `[N, COUNT K]` where it is
     BY_INPUTS, else `[COUNT K, N]`, and out `[M, N]`, all descriptors; M is `down` BM, N `across` BN. memory: of each
-    program three nodes, which wait there; that of one piece in registers if it KEEPS it."""
+    program two nodes, which wait there, of two pieces and of four; that of one piece waits in registers."""
     WIDTH: tl.constexpr = BN // 2 if PACKED else BN
     TYPE: tl.constexpr = x.dtype
     programs = tl.num_programs(0)
@@ -177,24 +173,21 @@ def tree_kernel(
             if COUNT == 1:
                 out.store([row, column], unpacked(made, PACKED))
             elif piece % 2 == 0:
-                if KEEPS:
-                    waiting = made
-                else:
-                    keep(places, 0, made, PACKED)
+                waiting = made
             else:
-                made = added(waiting if KEEPS else kept(places, 0, PACKED), made, TYPE, PACKED)
+                made = added(waiting, made, TYPE, PACKED)
                 if COUNT == 2:
                     out.store([row, column], unpacked(made, PACKED))
                 elif piece % 4 == 1:
-                    keep(places, 1, made, PACKED)
+                    keep(places, 0, made, PACKED)
                 else:
-                    made = added(kept(places, 1, PACKED), made, TYPE, PACKED)
+                    made = added(kept(places, 0, PACKED), made, TYPE, PACKED)
                     if COUNT == 4:
                         out.store([row, column], unpacked(made, PACKED))
                     elif piece == 3:
-                        keep(places, 2, made, PACKED)
+                        keep(places, 1, made, PACKED)
                     else:
-                        made = added(kept(places, 2, PACKED), made, TYPE, PACKED)
+                        made = added(kept(places, 1, PACKED), made, TYPE, PACKED)
                         out.store([row, column], unpacked(made, PACKED))
 
 
@@ -208,25 +201,25 @@ def tree_product(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
 
 def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
     (rows, size), columns = x.shape, weight.shape[0 if by_inputs else 1]
-    tile = SHORT if size // count <= FEW_TERMS else WIDE if columns % WIDE.BN == 0 else NARROW
+    tile, packed = TREE, x.is_cuda
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    down, across, packed = rows // tile.BM, columns // tile.BN, x.is_cuda
-    programs = min(down * across, programs_of(tile, x.device))
+    down, across = rows // tile.BM, columns // tile.BN
+    programs = min(down * across, programs_of(x.device))
     numbers = programs * LEVELS * tile.BM * tile.BN
     memory = torch.empty(numbers // 2 if packed else numbers, dtype=torch.int32 if packed else x.dtype, device=x.device)
     block = [tile.BN, tile.BK] if by_inputs else [tile.BK, tile.BN]
     tree_kernel[(programs,)](
         described(x, [tile.BM, tile.BK]), described(weight, block), described(out, [tile.BM, tile.BN]), memory,
         down, across, size // count // tile.BK,
-        COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, KEEPS=tile.keeps, PACKED=packed,
+        COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, PACKED=packed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def programs_of(tile: Tile, device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
     """Return the programs that run at once; where kernels are interpreted, two."""
-    return tile.each * multiprocessors(device) if device.type == "cuda" else 2
+    return multiprocessors(device) if device.type == "cuda" else 2
 
 
 def described(x: Tensor, block: Sequence[int]) -> "TensorDescriptor":
@@ -238,7 +231,7 @@ def described(x: Tensor, block: Sequence[int]) -> "TensorDescriptor":
 
 def fits(rows: int, columns: int, terms: int) -> bool:
     """Return whether `tree_product` serves so many rows and columns of a product, and terms of a piece: whole tiles."""
-    return rows % NARROW.BM == columns % NARROW.BN == terms % NARROW.BK == 0
+    return rows % TREE.BM == columns % TREE.BN == terms % TREE.BK == 0
 
 
 @triton.jit
@@ -300,11 +293,11 @@ def gradient_product(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tens
     dy, x = operand(dy), operand(x)
     (rows, height), width = dy.shape, x.shape[1]
     chains = chains_of(height, width, count)
-    tile = choose_gradient(height, width, chains, programs_of(GRADIENT[0], x.device))
+    tile = choose_gradient(height, width, chains, programs_of(x.device))
     out, packed = torch.empty(height, width, dtype=x.dtype, device=x.device), x.is_cuda
     parts = out if chains == 1 else torch.empty(chains, height, width, dtype=torch.float32, device=x.device)
     down, across = height // tile.BM, width // tile.BN
-    gradient_kernel[(min(down * across * chains, programs_of(tile, x.device)),)](
+    gradient_kernel[(min(down * across * chains, programs_of(x.device)),)](
         described(dy, [tile.BK, tile.BM]), described(x, [tile.BK, tile.BN]), described(out, [tile.BM, tile.BN]), parts,
         down, across, rows // chains // tile.BK,
         CHAINS=chains, BM=tile.BM, BN=tile.BN, BK=tile.BK, PACKED=packed,
