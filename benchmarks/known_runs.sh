@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train the models of docs/known_runs.md by recipes that are translated from the tutorials' commands, on one GPU.
 #
-#     bash benchmarks/known_runs.sh sources.jsonl vocab.json merges.txt    # a text, and GPT-2's vocabulary
+#     benchmarks/known_runs.sh sources.jsonl vocab.json merges.txt    # a text, and GPT-2's vocabulary
 #
 # Writes the data, the recipes and the folder runs/ where it is started. WITH="--device cpu --precision fp32 ..." adds
 # options to each run.

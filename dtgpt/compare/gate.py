@@ -80,12 +80,15 @@ class Reference:
         return next(n.removesuffix(label) for n in self.known_as if n.endswith(label) and n.split(".")[1] == block)
 
     def backward_place(self, parameter: str) -> float:
-        """Return the place of a parameter's gradient among those of activations: after that of the module's output."""
+        """Return the place of a parameter's gradient among those of activations: after that of the module's output. A
+        module that is not called, such as a norm within a fused operation, has that of what is recorded around it."""
         module = parameter.rpartition(".")[0]
         while module:
-            places = [place for name, place in self.order.items() if name.rsplit(" ", 2)[0] == module]
-            if places:
-                return -min(places) + 0.5
+            owners = [(name.rsplit(" ", 2)[0], place) for name, place in self.order.items()]
+            own = [place for owner, place in owners if owner == module]
+            within = [place for owner, place in owners if owner.startswith(f"{module}.")]
+            if own or within:
+                return -min(own or within) + 0.5
             module = module.rpartition(".")[0]
         return math.inf
 

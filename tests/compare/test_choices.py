@@ -160,7 +160,7 @@ FAULTS_OF_TP = {  # each on all ranks
         "state.update = summed",
         "blocks.1.mlp.router.correction",
     ),
-    "losses and loads counted by each rank": (STATE + "state.counts = True", "blocks.2.mlp.router"),
+    "losses and loads counted by each rank": (STATE + "state.counts = state.adds = True", "blocks.2.mlp.router"),
     "losses through the number of ranks": (
         STATE + "import dataclasses\n"
         "state.config = dataclasses.replace(state.config, loss=state.config.loss / 2)", "blocks.2.mlp.router",

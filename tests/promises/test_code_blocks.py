@@ -218,16 +218,27 @@ def commands_of(block):
     return found
 
 
+def read_commands(block):
+    for first, *words in commands_of(block):
+        reader = {"dtgpt": dtgpt, "python": python, "torchrun": torchrun, "pytest": pytest_words}.get(first)
+        if reader:
+            reader(words)
+        else:
+            assert first in OTHERS, f"{first} is no command that this test can read"
+
+
+def test_the_commands_of_known_runs_are_right(tmp_path):
+    for name in ("345m", "124m", "d12"):  # which the script writes
+        (tmp_path / f"known_{name}.py").symlink_to(ROOT / "recipes" / "gpt2_345m.py")
+    script = (ROOT / "benchmarks/known_runs.sh").read_text().replace("set -euo pipefail", "")
+    read_commands(f"set -- sources.jsonl vocab.json merges.txt\n{script}")
+
+
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("language, block, page", BLOCKS)
 def test_a_block_is_right(language, block, page, capsys):
     if language == "sh":
-        for first, *words in commands_of(block):
-            reader = {"dtgpt": dtgpt, "python": python, "torchrun": torchrun, "pytest": pytest_words}.get(first)
-            if reader:
-                reader(words)
-            else:
-                assert first in OTHERS, f"{first} is no command that this test can read"
+        read_commands(block)
     elif language == "python":
         check_names(block, page)
         if re.search("^assert ", block, re.M):  # a program that says what it shows

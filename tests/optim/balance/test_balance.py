@@ -177,7 +177,7 @@ def test_a_batch_that_is_one_micro_batch_runs_forward_once(moe, layers, recomput
     check_same(found, pool().run(2, balanced_steps, replace(recipe, plan="dp2", micro_batch_size=4))[0])
     balanced_steps(replace(recipe, model=replace(recipe.model, dropout=0.1)))  # which a look has not
     assert len(looks) == recipe.steps
-    monkeypatch.setattr("dtgpt.optim.balance.state.Balances", lambda *given, alone: Balances(*given))
+    monkeypatch.setattr("dtgpt.optim.balance.state.Balances", lambda *given, alone, **named: Balances(*given, **named))
     check_same(found, balanced_steps(recipe), exact=True)
     assert len(looks) == 2 * recipe.steps
 
