@@ -63,25 +63,33 @@ def _of_gpt2_block(block: gpt2.Block) -> BlockWeights:
     )
 
 
-def _of_llama_block(block: llama.Block) -> BlockWeights:
-    attn, mlp = block.attn, block.mlp
+def _of_pre_norm_block(block: Any, **others: Any) -> BlockWeights:
+    """Return the weights of a block with RMSNorms before its branches, of which `others` are those of its MLP."""
     return BlockWeights(
         norm_1=block.norm_1.weight,
         norm_1_bias=None,
-        qkv=attn.qkv.weight,
-        qkv_bias=attn.qkv.bias,
-        proj=attn.proj.weight,
-        proj_bias=attn.proj.bias,
+        qkv=block.attn.qkv.weight,
+        qkv_bias=block.attn.qkv.bias,
+        proj=block.attn.proj.weight,
+        proj_bias=block.attn.proj.bias,
         norm_2=block.norm_2.weight,
         norm_2_bias=None,
-        fc=mlp.gate_up.weight,
         fc_bias=None,
-        out=mlp.down.weight,
         out_bias=None,
         eps=block.norm_1.eps,
-        head_dim=attn.head_dim,
+        head_dim=block.attn.head_dim,
+        **others,
+    )
+
+
+def _of_llama_block(block: llama.Block) -> BlockWeights:
+    mlp = block.mlp
+    return _of_pre_norm_block(
+        block,
+        fc=mlp.gate_up.weight,
+        out=mlp.down.weight,
         activation=fused_name(mlp.activation, has_bias=False),
-        rotary=_rotary_of(attn),
+        rotary=_rotary_of(block.attn),
     )
 
 
@@ -104,21 +112,10 @@ def _of_mixture_block(block: Any) -> BlockWeights | None:
     rotary = _any_rotary_of(attn)
     if rotary is None or experts.activation_name not in ACTIVATIONS:
         return None
-    return BlockWeights(
-        norm_1=block.norm_1.weight,
-        norm_1_bias=None,
-        qkv=attn.qkv.weight,
-        qkv_bias=attn.qkv.bias,
-        proj=attn.proj.weight,
-        proj_bias=attn.proj.bias,
-        norm_2=block.norm_2.weight,
-        norm_2_bias=None,
+    return _of_pre_norm_block(
+        block,
         fc=experts.gate_up.weight,
-        fc_bias=None,
         out=experts.down.weight,
-        out_bias=None,
-        eps=block.norm_1.eps,
-        head_dim=attn.head_dim,
         activation=experts.activation_name,
         rotary=rotary,
         router=RouterWeights(router.weight, router.bias, router.rule),
