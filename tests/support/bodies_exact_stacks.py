@@ -1,7 +1,5 @@
 """What ranks and Triton's interpreter do in test_exact_tp_experts.py."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -43,17 +41,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """Replace a part while the context lasts."""
-    owner, name, value = FAULTS[fault]
-    with mock.patch.object(owner, name, value):
-        yield
-
-
 def choices_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
     """Return what `bits_and_choices` does of a run with a fault."""
-    with planted(fault):
+    with mock.patch.object(*FAULTS[fault]):
         return bits_and_choices(recipe)
 
 

@@ -1,7 +1,6 @@
 """What ranks and Triton's interpreter do in test_exact_tp.py."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -46,17 +45,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """Replace a part of the capability while the context lasts."""
-    owner, name, value = FAULTS[fault]
-    with mock.patch.object(owner, name, value):
-        yield
-
-
 def bits_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
     """Return what `bits_of_steps` does of a run with a fault."""
-    with planted(fault):
+    with mock.patch.object(*FAULTS[fault]):
         return bits_of_steps(recipe)
 
 

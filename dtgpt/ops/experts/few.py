@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, Routing, choose, router_logits, weigh
-from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
+from dtgpt.ops.experts.rows import Order, gathered, sorted_rows, summed
 from dtgpt.ops.more_activations import GATED
 from dtgpt.ops.operation import Operation
 
@@ -17,6 +17,20 @@ def _choice(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Routing) -> Ch
     logits = router_logits(x, weight, bias)
     experts = choose(logits, rule)
     return Choice(experts, weigh(logits, experts, rule))
+
+
+def results_of(
+    x: Tensor,
+    order: Order,
+    first: Tensor,
+    first_bias: Tensor | None,
+    second: Tensor,
+    second_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """Return what the experts make of tokens x `[N, H]`, rows `[M, H]` in their order."""
+    inner = GATED[activation](grouped_linear(gathered(x, order), first, first_bias, order.ends))  # type: ignore[index]
+    return grouped_linear(inner, second, second_bias, order.ends)
 
 
 def _sums(
@@ -29,8 +43,8 @@ def _sums(
     activation: str,
 ) -> Tensor:
     order = sorted_rows(choice.experts, len(first))
-    inner = GATED[activation](grouped_linear(gathered(x, order), first, first_bias, order.ends))  # type: ignore[index]
-    return summed(grouped_linear(inner, second, second_bias, order.ends), choice.weights, order)
+    made = results_of(x, order, first, first_bias, second, second_bias, activation)
+    return summed(made, choice.weights, order)
 
 
 # x, weight, bias, rule: the experts of x `[.., H]` by a router `[E, H]` with biases `[E]` or None, `[.., k]`.

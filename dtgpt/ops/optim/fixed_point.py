@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.optim.optimizer import checked
+from dtgpt.util.shared.ordered_sums import sum_by_halves
 
 LARGEST = 61  # binary logarithm of the largest sum: the other two bits hold the sign and the head's gradient of a table
 UNITS = tuple(2.0**power for power in (48, 16, -16, -48, -80, -112))  # of the integers of `exact_sum`
@@ -133,12 +134,7 @@ def squares_of_rows(x: Tensor) -> Tensor:
 
 
 def _squares_by_halves(x: Tensor) -> Tensor:
-    sums = x.flatten(1).double().square()
-    while (columns := sums.shape[1]) > 1:
-        half = columns // 2
-        halves = sums[:, :half] + sums[:, half : 2 * half]
-        sums = torch.cat([halves, sums[:, 2 * half :]], dim=1)
-    return sums.sum(1)
+    return sum_by_halves(x.flatten(1).double().square()).sum(1)  # [R, 1], or of rows without columns [R, 0]
 
 
 SQUARES_OF_ROWS = Operation("squares_of_rows", _squares_by_halves, "sum(x^2) of each row, in fp64")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dtgpt.parallel.exact_tp.products import COLUMN_SUMS
 from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+from dtgpt.util.shared.ordered_sums import sum_by_halves
 
 
 def joint_norm(share: Share, width: int, eps: float, x: Tensor, weight: Tensor) -> Tensor:
@@ -18,10 +19,7 @@ def joint_norm(share: Share, width: int, eps: float, x: Tensor, weight: Tensor) 
 def _sum_of_all(share: Share, x: Tensor) -> Tensor:
     """Return the sum `[B, T, 1]` over the columns of all ranks, of each piece by halves: in an order that depends on
     neither ranks nor rows."""
-    parts = x.unflatten(-1, (share.number, -1))
-    while (size := parts.shape[-1]) > 1:
-        half = size // 2
-        parts = torch.cat([parts[..., :half] + parts[..., half : 2 * half], parts[..., 2 * half :]], dim=-1)
+    parts = sum_by_halves(x.unflatten(-1, (share.number, -1)))
     return tree_sum(share.gather(parts.movedim(-2, 0).contiguous()).unbind())
 
 

@@ -15,6 +15,7 @@ from dtgpt.ops.kernels.devices import GLUON_VERSIONS, has_gluon, has_hopper, mul
 from dtgpt.ops.operation import Kernel
 from dtgpt.ops.random.dropout import keep_scale, threshold
 from dtgpt.util.shared.gpu_limits import HOPPER, SIXTEEN_BITS, TRITON
+from dtgpt.util.shared.ordered_sums import sum_by_halves
 from dtgpt.util.torch_private import constant_result
 
 LOG2_E = 1 / math.log(2)
@@ -346,7 +347,4 @@ def sinks_gradient(sinks: Tensor, sums: Tensor, products: Tensor) -> Tensor:
     sums, the binary logarithms of the sums of exponentials, and products: `[B, N, T]`."""
     shares = torch.exp2(sinks.to(sums.dtype)[:, None] * LOG2_E - sums)
     rows = (shares * products).transpose(0, 1).flatten(1)
-    while (length := rows.shape[1]) > 1:  # by halves, so that the bits of a head do not depend on how many there are
-        half = length // 2
-        rows = torch.cat([rows[:, :half] + rows[:, half : 2 * half], rows[:, 2 * half :]], 1)
-    return -rows[:, 0].to(sinks.dtype)
+    return -sum_by_halves(rows)[:, 0].to(sinks.dtype)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.experts.products import grouped_linear
+from dtgpt.ops.experts.few import results_of
 from dtgpt.ops.experts.routing import Choice, Routing, choose, weigh
-from dtgpt.ops.experts.rows import gathered, sorted_rows
+from dtgpt.ops.experts.rows import sorted_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, RouterWeights
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, multiprocessors
 from dtgpt.ops.linear import may_split
-from dtgpt.ops.more_activations import FUNCTIONS, GATED
+from dtgpt.ops.more_activations import FUNCTIONS
 
 FILLED = 0.9  # of the multiprocessors, by large tiles
 FEW = 16  # rows of a tile of these kernels
@@ -183,8 +183,7 @@ def rows_of(h: Tensor, logits: Tensor, block: BlockWeights) -> Rows:
     if rows <= FEW:
         return Rows(few_products(h, choice, *given), choice.weights, None)
     order = sorted_rows(choice.experts, logits.shape[1])
-    inner = GATED[name](grouped_linear(gathered(h, order), block.fc, block.fc_bias, order.ends))  # type: ignore[index]
-    return Rows(grouped_linear(inner, block.out, block.out_bias, order.ends), choice.weights, order.places)
+    return Rows(results_of(h, order, *given), choice.weights, order.places)
 
 
 def sums_of(made: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
