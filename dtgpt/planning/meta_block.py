@@ -8,7 +8,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from dtgpt.config.plan import ResolvedPlan
@@ -25,7 +25,7 @@ from dtgpt.parallel.expert_parallel.gathered import cut_experts
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
 from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
-from dtgpt.planning.torch_private import EagerDispatchMode
+from dtgpt.planning.torch_private import EagerDispatchMode, input_gradient
 from dtgpt.posttrain.lora.adapters import add_local, cut_from_the_end
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
@@ -113,7 +113,7 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
         with saved_tensors_hooks(save, lambda tensor: tensor):
             end = [block(x, context).grad_fn]  # emptied below: nothing but the pass then holds what it frees
         beside = alive.peak = alive.now
-        torch.autograd.grad([GradientEdge(end.pop(), 0)], [x], [gradient])
+        input_gradient(end, gradient, x)
     working = alive.peak - beside
     if kind.apart and kind.fp8:  # rounded weights count as weights that matmuls read, as casts do without fp8
         beside -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
@@ -232,4 +232,4 @@ class _Core(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, v, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

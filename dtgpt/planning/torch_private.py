@@ -2,6 +2,9 @@
 
 from typing import Any, cast
 
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -12,6 +15,15 @@ class EagerDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def input_gradient(ends: list[Any], gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x, given that of the only output of the one node in `ends`, which is taken out.
+    torch.autograd.grad compares their shapes by symbols, and imports SymPy, half a second, for that."""
+    edge = GradientEdge(ends.pop(), 0)
+    return Variable._execution_engine.run_backward(
+        (edge,), (gradient,), False, False, (x,), False, accumulate_grad=False
+    )[0]
 
 
 def backward_of_inputs(outputs: Any, gradients: Any, inputs: Any, weights: Any) -> list[dict[str, Any]]:
