@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.kernels.devices import multiprocessors
+from dtgpt.ops.kernels.devices import has_gluon, multiprocessors
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.tree import tree_sum
 
@@ -45,6 +45,8 @@ class Tile(NamedTuple):
 
 
 TREE = Tile(128, 128)  # wider ones have no registers for a node that waits
+WARPS = Tile(128, 256, num_warps=4, num_stages=3)  # of `warp_kernels`
+SHARED = True
 GRADIENT = Tile(128, 256, num_stages=3), Tile(128, 128, num_warps=4)
 GAIN = 1.07  # of the first of these over the second, where both have tiles for all multiprocessors
 
@@ -203,6 +205,8 @@ def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
     (rows, size), columns = x.shape, weight.shape[0 if by_inputs else 1]
     tile, packed = TREE, x.is_cuda
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if columns % WARPS.BN == 0 and has_gluon(x.device):
+        return _launch_warps(x, weight, out, count, by_inputs)
     down, across = rows // tile.BM, columns // tile.BN
     programs = min(down * across, programs_of(x.device))
     numbers = programs * LEVELS * tile.BM * tile.BN
@@ -213,6 +217,27 @@ def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
         down, across, size // count // tile.BK,
         COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, PACKED=packed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs: bool) -> Tensor:
+    """Compute what `tree_kernel` does in wider tiles, whose halves two groups of warps compute."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from dtgpt.parallel.exact_tp.warp_kernels import tree_by_warps
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows, columns = out.shape
+    down, across = rows // WARPS.BM, columns // WARPS.BN
+    programs = min(down * across, programs_of(x.device))
+    memory = torch.empty(programs, LEVELS, WARPS.BM * WARPS.BN // 2, dtype=torch.int32, device=x.device)
+    blocks = [WARPS.BM // 2, WARPS.BK], [WARPS.BN, WARPS.BK] if by_inputs else [WARPS.BK, WARPS.BN]
+    tree_by_warps[(programs,)](
+        *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in zip((x, weight), blocks, strict=True)),
+        out.view(torch.int32), memory, down, across, x.shape[1] // count // WARPS.BK,
+        COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, num_warps=WARPS.num_warps,
     )  # fmt: skip
     return out
 
