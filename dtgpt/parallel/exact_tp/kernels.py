@@ -7,7 +7,6 @@ the size of a piece alone. In both a program computes several tiles in one loop,
 a tile ends: all that its places in memory depend on stands under one condition, or Triton would not read ahead.
 
 Nodes that wait are packed, two bf16 numbers in a register: as 16-bit values they would take a register each.
-`piece_sums_kernel` sums the rows of groups of a fixed size, and `fold_kernel` the groups of each piece.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 MOST = 8  # pieces of a program
 LEVELS = 2  # of nodes that wait in memory, of so many pieces
-ROWS = 32  # of a group, at most
-MANY_ROWS = 256  # of a group, at most, where all rows are one piece
-FOLD = 16, 64  # groups and columns of a tile of the second stage
 SMALL = 2**18  # numbers of a piece of a gradient below which its rows are summed in `CHAINS`
 CHAINS = 4
 
@@ -354,76 +350,3 @@ def serves_gradient(rows: int, sizes: Sequence[int]) -> bool:
     whole tiles."""
     small = GRADIENT[1]
     return rows % (CHAINS * small.BK) == 0 and all(size % small.BM == 0 for size in sizes)
-
-
-@triton.jit
-def piece_sums_kernel(
-    dy, x, partials, groups, eps,
-    H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
-    """Sum the ROWS rows of a group of dy `[groups ROWS, H]` to partials fp32 `[1, groups, H]`. With x of the shape of
-    dy, whose rows a tile has whole: also of dy times x, normalised by RMSNorm or, CENTRED, by LayerNorm, to partials
-    `[2, groups, H]`: the latter first."""
-    group = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (columns < H)[None, :]
-    plain, scaled = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, ROWS, TILE):
-        at = (group * ROWS + first + tl.arange(0, TILE))[:, None] * H + columns[None, :]
-        terms = tl.load(dy + at, inside, 0.0).to(tl.float32)
-        plain += tl.sum(terms, 0)
-        if x is not None:
-            values = tl.load(x + at, inside, 0.0).to(tl.float32)
-            if CENTRED:
-                values = tl.where(inside, values - (tl.sum(values, 1) / H)[:, None], 0.0)
-            scale = tl.rsqrt(tl.sum(values * values, 1) / H + eps)
-            scaled += tl.sum(terms * (values * scale[:, None]), 0)
-    if x is not None:
-        tl.store(partials + group * H + columns, scaled, columns < H)
-        tl.store(partials + (groups + group) * H + columns, plain, columns < H)
-    else:
-        tl.store(partials + group * H + columns, plain, columns < H)
-
-
-@triton.jit
-def fold_kernel(
-    partials, sums, groups, count, each, of_piece, H, kinds: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sum the `of_piece` groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: `each` of
-    every sample."""
-    index, kind = tl.program_id(1), tl.program_id(2)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < H
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, of_piece, ROWS):
-        place = first + tl.arange(0, ROWS)
-        group = place // each * (count * each) + index * each + place % each
-        at = (kind * groups + group).to(tl.int64)[:, None] * H + columns[None, :]
-        total += tl.load(partials + at, (place < of_piece)[:, None] & inside[None, :], 0.0)
-    tl.store(sums + (index * kinds + kind) * H + columns, tl.sum(total, 0), inside)
-
-
-def rows_of_group(positions: int, most: int = ROWS) -> int:
-    """Return the rows of a group, at most so many, which divide so many positions of a piece."""
-    return min(most, positions & -positions)
-
-
-def piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool, most: int = ROWS) -> Tensor:
-    """Return what `dtgpt.parallel.exact_tp.rows.PIECE_SUMS` does, in groups of at most so many rows."""
-    dy, x = operand(dy), None if x is None else operand(x)
-    samples, positions, size = dy.shape
-    rows, kinds = rows_of_group(positions // count, most), 1 if x is None else 2
-    groups, each = samples * positions // rows, positions // count // rows
-    block = min(triton.next_power_of_2(size), 128) if x is None else triton.next_power_of_2(size)
-    tile = min(rows, max(1, 4096 // block))
-    partials = torch.empty(kinds, groups, size, dtype=torch.float32, device=dy.device)
-    piece_sums_kernel[(groups, triton.cdiv(size, block))](
-        dy, x, partials, groups, eps, H=size, ROWS=rows, TILE=tile, BLOCK=block, CENTRED=centred,
-        num_warps=4 if block * tile <= 4096 else 8,
-    )  # fmt: skip
-    sums = torch.empty(count, kinds, size, dtype=torch.float32, device=dy.device)
-    height, width = FOLD
-    fold_kernel[(triton.cdiv(size, width), count, kinds)](
-        partials, sums, groups, count, each, samples * each, size, kinds=kinds, ROWS=height, BLOCK=width, num_warps=4
-    )
-    return sums
