@@ -19,7 +19,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.shared.attention_backend import attention_backend
-from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
+from dtgpt.ops.optim.fixed_point import AS_FLOATS, exact_sum, rounded, squares_of_rows
 from dtgpt.parallel.exact_sums.buckets import ApartBucket, CutBucket, ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.gradients import Buckets, parameter_groups
 from dtgpt.parallel.mesh import Mesh, own_axes_of
@@ -102,9 +102,11 @@ class ExactSums(Buckets):
 
     def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
         """Return the totals in fp32, from integers and what one stands for."""
-        made = [(bucket.unit(), bucket) for bucket in self.all]
-        units = {p: unit for unit, bucket in made if unit is not None for p in bucket.parameters}
-        return [x * units[p] if p in units else x for p, x in zip(parameters, totals, strict=True)]
+        made = dict[nn.Parameter, Tensor]()
+        for bucket in self.all:
+            if (unit := bucket.unit()) is not None:
+                made |= zip(bucket.parameters, bucket.cut(AS_FLOATS(bucket.flat, unit)), strict=True)
+        return [made.get(p, x) for p, x in zip(parameters, totals, strict=True)]
 
     def squares(self, gradients: list[Tensor], shares: Tensor, alone: list[Tensor]) -> Tensor:
         vectors = torch.cat([g for g in alone if g.dim() == 1] or [shares.new_zeros(0)])
