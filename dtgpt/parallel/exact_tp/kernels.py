@@ -230,8 +230,9 @@ def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs:
     programs = min(down * across, programs_of(x.device))
     memory = torch.empty(programs, LEVELS, WARPS.BM * WARPS.BN // 2, dtype=torch.int32, device=x.device)
     blocks = [WARPS.BM // 2, WARPS.BK], [WARPS.BN, WARPS.BK] if by_inputs else [WARPS.BK, WARPS.BN]
+    pairs = zip((x, weight), blocks, strict=True)
     tree_by_warps[(programs,)](
-        *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in zip((x, weight), blocks, strict=True)),
+        *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in pairs),
         out.view(torch.int32), memory, down, across, x.shape[1] // count // WARPS.BK,
         COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, num_warps=WARPS.num_warps,
     )  # fmt: skip

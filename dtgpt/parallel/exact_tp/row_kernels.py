@@ -139,9 +139,8 @@ class NormInPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved, share = ctx.saved_tensors, ctx.share
-        total, mean, rstd, weight, branch_bias, key = saved
-        d_total, d_normed = grads
+        saved, share, (d_total, d_normed) = ctx.saved_tensors, ctx.share, grads
+        total, _, _, weight, branch_bias, _ = saved
         if d_normed is None and weight is not None:
             d_normed = torch.zeros_like(total)
         like = d_total if d_normed is None else d_normed

@@ -35,7 +35,7 @@ def _rounded(total):
 
 @gluon.jit
 def _added(left, right):
-    """Return the sum of two nodes, rounded: as in fp32, in which a sum that is not exact rounds to the larger addend."""
+    """Return the sum of two nodes, rounded once: as by way of fp32, where what is cut off is far below half a unit."""
     return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.int32, True, 1)
 
 
@@ -123,10 +123,7 @@ def _add(
                 if COUNT > 1:
                     made = _added(waiting, made)
                 if piece % 4 == 3:
-                    if SHARED:
-                        made = _added(kept.index(PART).load(FLAT), made)
-                    else:
-                        made = _added(gl.load(memory + at), made)
+                    made = _added(kept.index(PART).load(FLAT) if SHARED else gl.load(memory + at), made)
                 if piece == 7:
                     made = _added(gl.load(memory + NODE + at), made)
                 if piece == COUNT - 1:
