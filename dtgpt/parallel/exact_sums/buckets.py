@@ -138,6 +138,31 @@ class SummedBucket(ExactBucket):
         return self._unit_of(self.flat[-1])
 
 
+class KeptBucket(ExactBucket):
+    """Gradients of the one or two micro-batches of the only process, which are kept until all are there, and then added
+    up and rounded in one pass."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
+        super().__init__(parameters, mesh, settings, table)
+        self.sums = self.cut(torch.zeros(sum(self.parts), dtype=torch.float32, device=mesh.device))
+        self._addends: list[list[Tensor]] = [[] for _ in self.parameters]  # of each, `[elements]`
+
+    def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        for addends, gradient in zip(self._addends, gradients, strict=True):
+            addends.append(gradient.flatten())
+        if second is not None:
+            self._addends[-1].append(second.flatten())
+        if self.done < self.passes:
+            return
+        for total, (own, *others) in zip(self.sums, self._addends, strict=True):
+            whole = torch.stack([own, *others])[1:] if len(others) != 1 else others[0][None]
+            add_rounded(own, whole, total.flatten(), self.range)
+        self._addends = [[] for _ in self.parameters]
+
+    def wait(self) -> None:
+        pass
+
+
 class ApartBucket(SummedBucket):
     """Gradients of parameters with axes of their own, which compute the tokens of all ranks along these axes, those of
     each rank by a use of its own: a use adds what the micro-batch of that rank adds on one process."""
