@@ -229,7 +229,7 @@ def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs:
     tree_by_warps[(programs,)](
         *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in pairs),
         out.view(torch.int32), memory, down, across, x.shape[1] // count // WARPS.BK,
-        COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, num_warps=WARPS.num_warps,
+        COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, GROUP=8, num_warps=WARPS.num_warps,
     )  # fmt: skip
     return out
 

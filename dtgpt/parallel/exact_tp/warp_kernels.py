@@ -140,8 +140,7 @@ def _add(
 @gluon.jit
 def tree_by_warps(
     x, w, out, memory, down, across, steps,
-    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr = 8,
+    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write tiles of the sum of COUNT pieces of K, `steps` of 64 each: arguments are those of `kernels.tree_kernel`,
     but for out int32 `[M, N / 2]`. x is read in blocks `[64, 64]`, w `[256, 64]` or `[64, 256]`. SHARED: nodes of two
