@@ -133,19 +133,27 @@ class NormInPieces(torch.autograd.Function):
         total, normed, mean, rstd = norm_forward(x, branch, branch_bias, weight, bias, eps, key, p, start)
         total = x.view_as(x) if total is None else total
         ctx.save_for_backward(None if weight is None else total, mean, rstd, weight, branch_bias, key)
-        ctx.site, ctx.share, ctx.has_branch, ctx.has_bias = (p, start), share, branch is not None, bias is not None
+        ctx.p, ctx.start, ctx.share, ctx.has_branch, ctx.has_bias = (
+            p,
+            start,
+            share,
+            branch is not None,
+            bias is not None,
+        )
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved, share, (d_total, d_normed) = ctx.saved_tensors, ctx.share, grads
-        total, _, _, weight, branch_bias, _ = saved
+        (total, mean, rstd, weight, branch_bias, key), share = ctx.saved_tensors, ctx.share
+        d_total, d_normed = grads
         if d_normed is None and weight is not None:
             d_normed = torch.zeros_like(total)
         like = d_total if d_normed is None else d_normed
         of_group = rows_of_group(like.shape[1] // share.number)
-        dx, d_branch, partials = norm_gradients(d_normed, d_total, *saved, *ctx.site, of_group=of_group)
+        dx, d_branch, partials = norm_gradients(
+            d_normed, d_total, total, mean, rstd, weight, branch_bias, key, ctx.p, ctx.start, of_group=of_group
+        )
         dx = d_total if dx is None else dx
         vectors = weight, weight if ctx.has_bias else None, branch_bias
         made: list[Tensor | None] = [None] * 3

@@ -104,7 +104,7 @@ def _in_one_pass(
 ) -> bool:
     given = [vector for vector in (branch_bias, weight, bias) if vector is not None]
     alike = len({vector.dtype for vector in given}) == 1 or (not given and key is not None)
-    return may_fuse(x) and x.dim() == 3 and alike and _row_groups(x, rest[-1].number)
+    return may_fuse(x) and x.dim() == 3 and alike and _row_groups(x, None, rest[-1].number)
 
 
 why_older = partial(why_below, HOPPER)
