@@ -153,6 +153,8 @@ class ExactCosts(BucketCosts):
         total += 8 * sum(p.by_tp + (p.local if p.layout.axes["shard"] > 1 else 0) for p in apart)
         if self.sums.rounds:
             return total + (0 if plan.zero else self._bytes_to_sum(together))
+        if self.sums.keeps and not plan.zero:
+            return total + self.settings.dtype.itemsize * sum(p.by_tp for p in together)
         numbers = sum((0 if self.cuts else p.by_tp) + (p.local if plan.shard > 1 else 0) for p in together)
         return total + self.total_width * numbers
 

@@ -10,12 +10,11 @@ from dtgpt.ops.kernels import devices
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.window import spans_of_window
 from tests.support.bodies_flash import gradients, inputs
+from tests.support.gluon import Recorder, skip_unless_compiled
 from tests.support.interpreter import needs_triton
 from tests.support.pairwise import each_pair
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32"}
-COMPILED = ("3.6.", "3.7.", "3.8.", "3.9.")  # versions of Triton that compile them, though not all were run
 
 
 @pytest.mark.parametrize("version, capability, expected", [
@@ -61,59 +60,12 @@ def test_the_length_decides_how_many_queries_a_program_computes(length, name, do
     assert flash_launch.Call(x, x, x, 0.0, None, spans, None).launches is getattr(flash_launch, name)
 
 
-class Recorder:
-    """Takes the place of a kernel, keeps how it was launched and compiles it."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        self.grid = grid
-        return self.keep
-
-    def keep(self, *arguments, num_warps, **constants):
-        names = self.kernel.arg_names[: len(arguments)]
-        self.values = dict(zip(names, arguments, strict=True)) | constants
-        assert set(self.values) == set(self.kernel.arg_names)
-        self.constants, self.num_warps = constants, num_warps
-
-    def compiled(self):
-        """For a Hopper GPU, where there need not be one."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        types, known, aligned = {}, {}, {}
-        for place, name in enumerate(self.kernel.arg_names):
-            value = self.values[name]
-            types[name] = self.type_of(name, value)
-            if types[name] == "constexpr":
-                known[(place,)] = value
-            elif types[name][0] == "*" or (types[name] == "i32" and value % 16 == 0):
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        source = GluonASTSource(self.kernel, types, known, aligned)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": self.num_warps})
-
-    def type_of(self, name, value):
-        if value is None or name in self.constants:
-            return "constexpr"
-        if isinstance(value, torch.Tensor):
-            return f"*{NAMES[value.dtype]}"
-        if isinstance(value, int | float):
-            return "i32" if isinstance(value, int) else "fp32"
-        box = ",".join(map(str, value.block_shape))
-        return f"tensordesc<{NAMES[value.base.dtype]}[{box}],{value.layout}>"
-
-
 @needs_triton
 @pytest.mark.slow(7)
 @pytest.mark.parametrize("length, documents, queries", [(1000, False, 128), (2048, True, 192)])
 def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents, queries, hopper, monkeypatch):
     """queries: of a program, in forward."""
-    import triton
-
-    if not triton.__version__.startswith(COMPILED):
-        pytest.skip("needs a version of Triton that is known to compile them")
+    skip_unless_compiled()
     from dtgpt.ops.kernels.attention import warp_kernels
 
     monkeypatch.setattr(flash_launch, "BOUNDED", 0)

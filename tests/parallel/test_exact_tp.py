@@ -35,6 +35,7 @@ from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_of_steps
 from tests.support.bodies_exact_tp import FAULTS, bits_with_fault, trained_and_scored
 from tests.support.families import OURS
+from tests.support.gluon import Recorder, skip_unless_compiled
 from tests.support.interpreter import needs_triton, run_interpreted
 from tests.support.ranks import pool
 
@@ -206,6 +207,23 @@ def test_all_plans_sum_the_rows_of_gradients_in_the_same_chains():
                 assert kernels.chains_of(height // 8 * count, width, count) == expected
     """
     run_interpreted(textwrap.dedent(code))
+
+
+@needs_triton
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("by_inputs", [True, False])
+def test_the_kernel_whose_warps_take_turns_compiles_without_a_gpu(by_inputs, monkeypatch):
+    skip_unless_compiled()
+    from dtgpt.parallel.exact_tp import kernels, warp_kernels
+
+    seen = Recorder(warp_kernels.tree_by_warps)
+    monkeypatch.setattr(warp_kernels, "tree_by_warps", seen)
+    x, out = torch.zeros(384, 1024, dtype=torch.bfloat16), torch.zeros(384, 512, dtype=torch.bfloat16)
+    weight = torch.zeros((512, 1024) if by_inputs else (1024, 512), dtype=torch.bfloat16)
+    kernels._launch_warps(x, weight, out, 8, by_inputs)
+    assert seen.grid == (2,) and (seen.values["down"], seen.values["across"], seen.values["steps"]) == (3, 2, 2)
+    compiled = seen.compiled()
+    assert "wgmma" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448
 
 
 AGAIN = {"recompute": "full"}

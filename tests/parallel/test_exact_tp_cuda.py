@@ -9,7 +9,7 @@ import torch
 from dtgpt.ops.operation import OPERATIONS
 from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.products import column_product, row_product
-from dtgpt.parallel.exact_tp.tree import tree_sum
+from dtgpt.parallel.exact_tp.tree import Share, tree_sum
 from dtgpt.parallel.graphs.captured import WARM_UP
 from tests.support.interpreter import chosen, definitions_of
 from tests.support.plans_on_gpus import records
@@ -75,6 +75,86 @@ def test_the_sizes_of_gpt2_are_served():
         (serve.PIECE_SUMS, rows.PIECE_SUMS, x.view(16, 1024, 1024), None, PIECES, 0.0, False),
     ):
         assert chosen(operation, *given) in expected, operation.name
+
+
+@HOPPER
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("by_inputs", [True, False])
+@pytest.mark.parametrize("rows, columns, terms", [(640, 256, 128), (16384, 1024, 64), (4096, 4096, 192)])
+def test_all_kernels_of_a_tree_have_the_bits_of_its_definition(rows, columns, terms, by_inputs, count, monkeypatch):
+    from dtgpt.parallel.exact_tp import kernels
+
+    x = draw(rows, terms * count)
+    weight = draw(*((columns, terms * count) if by_inputs else (terms * count, columns)))
+    expected = products._addends(x, weight, count, by_inputs)
+    for has_gluon in (kernels.has_gluon, lambda device: False):
+        monkeypatch.setattr(kernels, "has_gluon", has_gluon)
+        assert torch.equal(kernels.tree_product(x, weight, count, by_inputs), expected)
+
+
+@pytest.mark.parametrize("shifted, drops", [(True, True), (True, False), (None, False)])
+@pytest.mark.parametrize("centred", [True, False, None])
+def test_norms_of_a_rank_have_the_sums_that_one_process_has_of_them(shifted, centred, drops):
+    if shifted is centred is None:
+        pytest.skip("nothing to compute")
+    torch.manual_seed(0)
+    (x, branch, *dy), vectors, key = draw(4, 4, 1024, 1024), draw(3, 1024), torch.arange(8, device="cuda").view(4, 2)
+
+    def results(function, ranks: int) -> list[torch.Tensor]:
+        made, sums = [], []
+        for rank in range(ranks):
+            own = [t.chunk(ranks, 1)[rank].contiguous().requires_grad_() for t in (x, branch)]
+            shift, weight, bias = leaves = [v.clone().requires_grad_() for v in vectors]
+            share = Kept(PIECES // ranks)
+            total, normed = function(
+                own[0], own[1] if shifted else None, shift if shifted else None, None if centred is None else weight,
+                bias if centred else None, 1e-5, key if drops else None, 0.1, (1024 // ranks * rank, 0), share,
+            )  # fmt: skip
+            grads = [d.chunk(ranks, 1)[rank].contiguous() for d in dy]
+            outs = [total] if normed is None else [total, normed]
+            torch.autograd.backward(outs, grads[: len(outs)])
+            made.append([*(out.detach() for out in outs), *(t.grad for t in own if t.grad is not None)])
+            sums.append(share.seen)
+            found = [v.grad for v in leaves if v.grad is not None]
+        whole = [torch.cat(parts, 1) for parts in zip(*made, strict=True)]
+        return [*whole, *(torch.cat(parts) for parts in zip(*sums, strict=True)), *(found if ranks == 1 else [])]
+
+    whole = results(rows.NORM_IN_PIECES, 1)
+    for ranks in (2, 4, 8):
+        for one, other in zip(results(rows.NORM_IN_PIECES, ranks), whole, strict=False):
+            assert torch.equal(one, other), ranks
+    with definitions_of("norm_in_pieces", "row_sums_of_pieces"):
+        plain = results(rows.NORM_IN_PIECES, 1)
+    outputs = 3 + (centred is not None) - (not shifted)
+    for one, other in zip(whole[:outputs], plain[:outputs], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.05)
+    count = (2 if centred else centred is not None) + (shifted is True)
+    for one, other in zip(whole[-count:], plain[-count:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=2.0)
+
+
+class Kept(Share):
+    """The pieces of one rank, which keeps what it was to gather."""
+
+    def __init__(self, *given):
+        self.seen = []
+
+    def gather(self, own):
+        self.seen.append(own)
+        return super().gather(own)
+
+
+@pytest.mark.parametrize("columns", [4096, 1536])
+def test_the_bias_of_an_activation_has_the_same_gradient_without_the_other_columns(columns):
+    from dtgpt.ops.kernels import gelu_kernels
+
+    torch.manual_seed(0)
+    x, dy, bias = draw(16384, columns), draw(16384, columns), draw(columns)
+    whole = gelu_kernels.bias_gelu_backward(dy, x, bias)[1]
+    for ranks in (2, 4, 8):
+        own = [t.chunk(ranks, -1) for t in (dy, x, bias)]
+        made = [gelu_kernels.bias_gelu_backward(*(t.contiguous() for t in part))[1] for part in zip(*own, strict=True)]
+        assert torch.equal(torch.cat(made), whole)
 
 
 @pytest.mark.parametrize("centred", [False, True])

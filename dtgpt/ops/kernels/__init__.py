@@ -47,6 +47,7 @@ CAPABILITY = Capability(
         "accumulate": "dtgpt.ops.kernels.optim:ACCUMULATE",
         "accumulate_fixed_point": "dtgpt.ops.kernels.optim:ACCUMULATE_FIXED",
         "add_fixed_point_of_ranks": "dtgpt.ops.kernels.optim:ADD_OF_RANKS",
+        "floats_of_fixed_point": "dtgpt.ops.kernels.optim:AS_FLOATS",
         "squares_of_rows": "dtgpt.ops.kernels.optim:SQUARES_OF_ROWS",
     },
     device_checks=("dtgpt.ops.kernels.devices:check_kernels",),

@@ -1,7 +1,8 @@
 """Triton kernels of `dtgpt.ops.loss.cross_entropy`. Needs Triton.
 
 A row of 50304 bf16 logits is 100 KB. Few programs run at a time, each on its own row, so that the rows in flight fit in
-the caches and a kernel that goes through a row twice reads it from device memory once.
+the caches and a kernel that goes through a row twice reads it from device memory once. Of narrow rows there are more,
+each of fewer warps.
 """
 
 import torch
@@ -14,6 +15,7 @@ from dtgpt.ops.kernels.devices import multiprocessors
 BLOCK_BYTES = 16384  # of a row, that a program takes at once
 WARPS = 16
 PROGRAMS = 2  # per multiprocessor
+NARROW, SHARES = 8192, 4  # columns of rows of which a program takes such a share, with as many of its warps
 REGISTERS = 65536  # of a multiprocessor
 
 LANE = tl.constexpr(8)  # neighbours that one thread reads: 16 bytes of a 16-bit dtype
@@ -197,9 +199,10 @@ def loss_kernel(
 
 def _launch(kernel, logits: Tensor, *arguments, cap: float, **constants: int) -> None:
     rows, width = logits.shape
-    grid = (min(rows, PROGRAMS * multiprocessors(logits.device)),)
-    block = min(BLOCK_BYTES // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
-    options = {"num_warps": WARPS, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
+    shares = SHARES if width <= NARROW else 1
+    grid = (min(rows, PROGRAMS * shares * multiprocessors(logits.device)),)
+    block = min(BLOCK_BYTES // shares // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
+    options = {"num_warps": WARPS // shares, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
     kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, CAP=cap, **constants, **options)
 
 

@@ -1,5 +1,6 @@
-"""A Triton kernel that adds what the ranks of a group sent, as 64-bit integers."""
+"""Triton kernels that add what the ranks of a group sent, as 64-bit integers, and tell what these stand for."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,3 +43,17 @@ def launch_add(
         own, others, out, misfits, size, 2.0**fraction, limit, 2.0**-fraction, RANKS=ranks,
         WIDTH=own.numel() // size, FIRST=first, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit
+def _as_floats(total, unit, out, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(total + place, place < size, other=0).to(tl.float32)
+    tl.store(out + place, value * tl.load(unit), place < size)
+
+
+def as_floats(total: Tensor, unit: Tensor) -> Tensor:
+    """Return what `fixed_point.AS_FLOATS` does. PyTorch reads one element at a time where dtypes differ."""
+    out = torch.empty(total.shape, dtype=torch.float32, device=total.device)
+    _as_floats[(triton.cdiv(out.numel(), BLOCK),)](total, unit, out, out.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return out

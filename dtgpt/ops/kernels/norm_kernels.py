@@ -89,10 +89,11 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     d_normed, d_sum, total, mean, rstd, weight, key, dx, d_branch, dweight, dbias, d_branch_bias,
     tiles, tiles_per_sample, length, first_row, first_block, key_stride, drop, scale,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of `norm_forward_kernel`. Tensors that are None are neither read nor written; dweight,
-    dbias and d_branch_bias take one partial row of each program."""
+    dbias and d_branch_bias take one partial row of each program. GROUP: tiles of a program, which are neighbours and
+    whose partial row has their place among the others; 0: as many as there are for it, apart from each other."""
     columns = tl.arange(0, BLOCK)
     inside = columns < H
     if weight is not None:
@@ -102,7 +103,12 @@ def norm_backward_kernel(
     branch_sum = tl.zeros([BLOCK], tl.float32)
     local = tl.arange(0, ROWS)
     place = local[:, None] * H + columns[None, :]
-    for before in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    begin, end, apart = tl.program_id(0), tiles, tl.num_programs(0)
+    line = begin
+    if GROUP:
+        begin, end, apart = begin * GROUP, (begin + 1) * GROUP, 1
+        line = tl.num_programs(0) - 1 - line
+    for before in tl.range(begin, end, apart, num_stages=STAGES):
         tile = tiles - 1 - before
         sample, row = tile // tiles_per_sample, tile % tiles_per_sample * ROWS
         first = sample.to(tl.int64) * length + row
@@ -140,7 +146,7 @@ def norm_backward_kernel(
             tl.store(d_branch + first * H + place, gradient, mask)
         if d_branch_bias is not None:
             branch_sum += tl.sum(gradient, 0)
-    partial = tl.program_id(0) * H + columns
+    partial = line * H + columns
     if weight is not None:
         tl.store(dweight + partial, weight_sum, inside)
     if dbias is not None:
@@ -200,6 +206,26 @@ def norm_backward(
     d_branch is None without a key (it equals dx), dx without d_normed (it equals d_sum), dbias without a mean (that of
     an RMSNorm), and the gradient of a vector where the vector is None. One of d_normed and d_sum is a tensor.
     """
+    dx, d_branch, partials = norm_gradients(
+        d_normed, d_sum, total, mean, rstd, weight, branch_bias, key, p, start, launch
+    )
+    dweight, dbias, d_branch_bias = made = tuple(
+        None if vector is None else torch.empty_like(vector)
+        for vector in (weight, None if mean is None else weight, branch_bias)
+    )
+    if len(partials):
+        sum_partials(partials, *(vector for vector in made if vector is not None))
+    return dx, d_branch, dweight, dbias, d_branch_bias
+
+
+def norm_gradients(
+    d_normed: Tensor | None, d_sum: Tensor | None, total: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
+    weight: Tensor | None, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int],
+    launch: ColumnLaunch | None = None, of_group: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Return (dx, d_branch, partials) of `norm_backward`: partial sums of its other results that are not None, fp32
+    `[results, groups, H]`, of groups of `of_group` rows, one after the other; 0: of any rows. Tiles of the rows divide
+    a group, and groups the rows of a sample."""
     launch = launch or (RMS_BACKWARD if weight is not None and mean is None else NORM_BACKWARD)
     d_normed, d_sum, total = (None if t is None else t.contiguous() for t in (d_normed, d_sum, total))
     like = d_sum if d_normed is None else d_normed
@@ -207,21 +233,17 @@ def norm_backward(
     columns = like.shape[-1]
     rows, block, warps = shape_of_tile(columns, launch)
     programs, *sizes = tiling(like, key, rows, warps, launch)
+    if of_group:
+        programs = like.numel() // columns // of_group
     stages = launch.stages if rows * block <= PREFETCHED else 1
     dx = None if weight is None else torch.empty_like(like)
     d_branch = None if key is None else torch.empty_like(like)
-    dweight, dbias, d_branch_bias = made = tuple(
-        None if vector is None else torch.empty_like(vector)
-        for vector in (weight, None if mean is None else weight, branch_bias)
-    )
-    wanted = [vector for vector in made if vector is not None]
-    partials = torch.empty(len(wanted), programs, columns, dtype=torch.float32, device=like.device)
+    wanted = [vector is not None for vector in (weight, weight if mean is not None else None, branch_bias)]
+    partials = torch.empty(sum(wanted), programs, columns, dtype=torch.float32, device=like.device)
     remaining = iter(partials)
     norm_backward_kernel[(programs,)](
         d_normed, d_sum, total, mean, rstd, weight, key, dx, d_branch,
-        *(None if vector is None else next(remaining) for vector in made),
-        *sizes, *dropout_arguments(key, p, start), columns, rows, block, stages, num_warps=warps,
+        *(next(remaining) if want else None for want in wanted),
+        *sizes, *dropout_arguments(key, p, start), columns, rows, block, stages, of_group // rows, num_warps=warps,
     )  # fmt: skip
-    if wanted:
-        sum_partials(partials, *wanted)
-    return dx, d_branch, dweight, dbias, d_branch_bias
+    return dx, d_branch, partials

@@ -57,8 +57,15 @@ def _add_of_ranks(out: Tensor, own: Tensor, others: Tensor, misfits: Tensor | No
     launch_add(own, others, out, misfits, range_.fraction, range_.limit, first)
 
 
+def _as_floats(total: Tensor, unit: Tensor) -> Tensor:
+    from dtgpt.ops.kernels.fixed_point_kernels import as_floats  # likewise
+
+    return as_floats(total, unit)
+
+
 ADAMW = (by_triton(_adamw),)
 ACCUMULATE = (by_triton(_accumulate),)
 ACCUMULATE_FIXED = (by_triton(_accumulate_fixed),)
 ADD_OF_RANKS = (by_triton(_add_of_ranks),)
+AS_FLOATS = (by_triton(_as_floats, lambda total, unit: has_triton(total) and total.is_contiguous()),)
 SQUARES_OF_ROWS = (by_triton(lambda x: kernels().squares_of_rows(x), lambda x: has_triton(x) and x.numel() > 0),)

@@ -104,6 +104,10 @@ def _add_of_ranks(out: Tensor, own: Tensor, others: Tensor, misfits: Tensor | No
 ADD_OF_RANKS = Operation("add_fixed_point_of_ranks", _add_of_ranks, "out += integers of what the ranks of a group sent")
 
 
+# total int64, unit fp32 scalar: what the integers stand for, fp32.
+AS_FLOATS = Operation("floats_of_fixed_point", torch.mul, "total unit")
+
+
 def _integers_of(own: Tensor, others: Tensor, size: int, range_: Range) -> tuple[Tensor, Tensor | None]:
     """Return (sums `[size]` as integers, whether all addends of each fit; None: they do)."""
     addends = [addend for row in (own, *others) for addend in row.view(size, -1).unbind(1)]

@@ -25,6 +25,7 @@ class ExactBucket(ABC):
     of equal size. A tied table, whose head's gradient comes apart, is the last parameter."""
 
     sums: list[Tensor]  # of the parameters
+    flat: Tensor  # all of these, where they are integers
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
         """table: the parameter that has two gradients; None: there is none."""
@@ -84,7 +85,7 @@ class ExactBucket(ABC):
     def _add_rounded(self, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
         add_rounded(own, others, out, self.range)
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
+    def cut(self, flat: Tensor) -> list[Tensor]:
         """Return the sums as parts of the beginning of `flat`."""
         pieces = flat[: sum(self.parts)].split(self.parts)
         return [piece[: math.prod(shape)].view(shape) for piece, shape in zip(pieces, self._kept, strict=True)]
@@ -101,7 +102,7 @@ class SummedBucket(ExactBucket):
         super().__init__(parameters, mesh, settings, table)
         self._group = mesh.group("shard" if self.ranks > 1 else "replicate", bool(own_axes_of(parameters[0])))
         self.flat = torch.zeros(sum(self.parts) + 1, dtype=torch.int64, device=mesh.device)
-        self.sums, self._local = self._cut(self.flat), self.flat
+        self.sums, self._local = self.cut(self.flat), self.flat
         if self.ranks > 1:
             self._local = self.flat.new_zeros(self.ranks * sum(self.parts) + 1)
         pieces = self._local[:-1].split([self.ranks * part for part in self.parts])
@@ -135,6 +136,31 @@ class SummedBucket(ExactBucket):
 
     def unit(self) -> Tensor:
         return self._unit_of(self.flat[-1])
+
+
+class KeptBucket(ExactBucket):
+    """Gradients of the one or two micro-batches of the only process, which are kept until all are there, and then added
+    up and rounded in one pass."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None):
+        super().__init__(parameters, mesh, settings, table)
+        self.sums = self.cut(torch.zeros(sum(self.parts), dtype=torch.float32, device=mesh.device))
+        self._addends: list[list[Tensor]] = [[] for _ in self.parameters]  # of each, `[elements]`
+
+    def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        for addends, gradient in zip(self._addends, gradients, strict=True):
+            addends.append(gradient.flatten())
+        if second is not None:
+            self._addends[-1].append(second.flatten())
+        if self.done < self.passes:
+            return
+        for total, (own, *others) in zip(self.sums, self._addends, strict=True):
+            whole = torch.stack([own, *others])[1:] if len(others) != 1 else others[0][None]
+            add_rounded(own, whole, total.flatten(), self.range)
+        self._addends = [[] for _ in self.parameters]
+
+    def wait(self) -> None:
+        pass
 
 
 class ApartBucket(SummedBucket):
@@ -180,7 +206,7 @@ class CutBucket(ExactBucket):
         dtype = torch.float32 if self._rounds else torch.int64
         self.flat = torch.zeros(sum(self.parts), dtype=dtype, device=mesh.device)
         self.misfits = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self.sums = self._cut(self.flat)
+        self.sums = self.cut(self.flat)
 
     def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
         self._pieces.wait()  # the memory of the last bucket is free when that of this one is taken

@@ -19,8 +19,15 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.shared.attention_backend import attention_backend
-from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
-from dtgpt.parallel.exact_sums.buckets import ApartBucket, CutBucket, ExactBucket, RoundedBucket, SummedBucket
+from dtgpt.ops.optim.fixed_point import AS_FLOATS, exact_sum, rounded, squares_of_rows
+from dtgpt.parallel.exact_sums.buckets import (
+    ApartBucket,
+    CutBucket,
+    ExactBucket,
+    KeptBucket,
+    RoundedBucket,
+    SummedBucket,
+)
 from dtgpt.parallel.gradients import Buckets, parameter_groups
 from dtgpt.parallel.mesh import Mesh, own_axes_of
 from dtgpt.parallel.shared_memory.pieces import Pieces
@@ -31,7 +38,8 @@ class ExactSums(Buckets):
     """A bucket for each block of this rank's stages and one for the ends of each.
 
     rounds: whether sums are rounded as they are made: nothing else is added to those of a rank's only micro-batch
-    where neither tp nor pp has addends on other ranks.
+    where neither tp nor pp has addends on other ranks. keeps: whether the only process keeps the gradients of its two
+    micro-batches until it rounds their sums: fewer bytes than integers.
     """
 
     orderless = True
@@ -60,6 +68,7 @@ class ExactSums(Buckets):
         super().__init__(settings)
         plan = settings.plan
         self.rounds = settings.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
+        self.keeps = settings.micro_batches == 2 and plan.world == 1
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
         parts = [(stage, *group) for stage in stages for group in parameter_groups(stage)]
@@ -90,6 +99,8 @@ class ExactSums(Buckets):
         if self.cuts:
             pieces = Pieces(mesh, mesh.devices.get_group("shard"), largest // plan.shard)
             return [CutBucket(parameters, mesh, settings, table, pieces, self.rounds) for parameters, table in pairs]
+        if self.keeps and not plan.zero:
+            return [KeptBucket(parameters, mesh, settings, table) for parameters, table in pairs]
         if plan.zero or not self.rounds:
             return [SummedBucket(parameters, mesh, settings, table) for parameters, table in pairs]
         lengths = [RoundedBucket.lengths(parameters, table, plan.data_ranks) for parameters, table in pairs]
@@ -102,9 +113,11 @@ class ExactSums(Buckets):
 
     def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
         """Return the totals in fp32, from integers and what one stands for."""
-        made = [(bucket.unit(), bucket) for bucket in self.all]
-        units = {p: unit for unit, bucket in made if unit is not None for p in bucket.parameters}
-        return [x * units[p] if p in units else x for p, x in zip(parameters, totals, strict=True)]
+        made = dict[nn.Parameter, Tensor]()
+        for bucket in self.all:
+            if (unit := bucket.unit()) is not None:
+                made |= zip(bucket.parameters, bucket.cut(AS_FLOATS(bucket.flat, unit)), strict=True)
+        return [made.get(p, x) for p, x in zip(parameters, totals, strict=True)]
 
     def squares(self, gradients: list[Tensor], shares: Tensor, alone: list[Tensor]) -> Tensor:
         vectors = torch.cat([g for g in alone if g.dim() == 1] or [shares.new_zeros(0)])

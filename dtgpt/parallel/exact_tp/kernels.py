@@ -7,7 +7,6 @@ the size of a piece alone. In both a program computes several tiles in one loop,
 a tile ends: all that its places in memory depend on stands under one condition, or Triton would not read ahead.
 
 Nodes that wait are packed, two bf16 numbers in a register: as 16-bit values they would take a register each.
-`piece_sums_kernel` sums the rows of groups of a fixed size, and `fold_kernel` the groups of each piece.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.kernels.devices import multiprocessors
+from dtgpt.ops.kernels.devices import has_gluon, multiprocessors
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.tree import tree_sum
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 MOST = 8  # pieces of a program
 LEVELS = 2  # of nodes that wait in memory, of so many pieces
-ROWS = 32  # of a group, at most
-MANY_ROWS = 256  # of a group, at most, where all rows are one piece
-FOLD = 16, 64  # groups and columns of a tile of the second stage
 SMALL = 2**18  # numbers of a piece of a gradient below which its rows are summed in `CHAINS`
 CHAINS = 4
 
@@ -45,6 +41,8 @@ class Tile(NamedTuple):
 
 
 TREE = Tile(128, 128)  # wider ones have no registers for a node that waits
+WARPS = Tile(128, 256, num_warps=4, num_stages=3)  # of `warp_kernels`
+SHARED = True
 GRADIENT = Tile(128, 256, num_stages=3), Tile(128, 128, num_warps=4)
 GAIN = 1.07  # of the first of these over the second, where both have tiles for all multiprocessors
 
@@ -64,14 +62,9 @@ def rounded(total, TYPE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def added(left, right, TYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the sum of two nodes, rounded."""
+    """Return the sum of two nodes, rounded. PACKED rounds once: what fp32 would cut off is far below half a unit."""
     if PACKED:
-        made = tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d;
-            shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; shl.b32 c, $2, 16; and.b32 d, $2, 0xffff0000;
-            add.f32 a, a, c; add.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a; }""",
-            "=r,r,r", [left, right], tl.int32, True, 1,
-        )  # fmt: skip
+        made = tl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], tl.int32, True, 1)
     else:
         made = (left.to(tl.float32) + right.to(tl.float32)).to(TYPE)
     return made
@@ -203,6 +196,8 @@ def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
     (rows, size), columns = x.shape, weight.shape[0 if by_inputs else 1]
     tile, packed = TREE, x.is_cuda
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if columns % WARPS.BN == 0 and has_gluon(x.device):
+        return _launch_warps(x, weight, out, count, by_inputs)
     down, across = rows // tile.BM, columns // tile.BN
     programs = min(down * across, programs_of(x.device))
     numbers = programs * LEVELS * tile.BM * tile.BN
@@ -213,6 +208,28 @@ def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
         down, across, size // count // tile.BK,
         COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, PACKED=packed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs: bool) -> Tensor:
+    """Compute what `tree_kernel` does in wider tiles, whose halves two groups of warps compute."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from dtgpt.parallel.exact_tp.warp_kernels import tree_by_warps
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows, columns = out.shape
+    down, across = rows // WARPS.BM, columns // WARPS.BN
+    programs = min(down * across, programs_of(x.device))
+    memory = torch.empty(programs, LEVELS, WARPS.BM * WARPS.BN // 2, dtype=torch.int32, device=x.device)
+    blocks = [WARPS.BM // 2, WARPS.BK], [WARPS.BN, WARPS.BK] if by_inputs else [WARPS.BK, WARPS.BN]
+    pairs = zip((x, weight), blocks, strict=True)
+    tree_by_warps[(programs,)](
+        *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in pairs),
+        out.view(torch.int32), memory, down, across, x.shape[1] // count // WARPS.BK,
+        COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, GROUP=8, num_warps=WARPS.num_warps,
     )  # fmt: skip
     return out
 
@@ -329,76 +346,3 @@ def serves_gradient(rows: int, sizes: Sequence[int]) -> bool:
     whole tiles."""
     small = GRADIENT[1]
     return rows % (CHAINS * small.BK) == 0 and all(size % small.BM == 0 for size in sizes)
-
-
-@triton.jit
-def piece_sums_kernel(
-    dy, x, partials, groups, eps,
-    H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
-    """Sum the ROWS rows of a group of dy `[groups ROWS, H]` to partials fp32 `[1, groups, H]`. With x of the shape of
-    dy, whose rows a tile has whole: also of dy times x, normalised by RMSNorm or, CENTRED, by LayerNorm, to partials
-    `[2, groups, H]`: the latter first."""
-    group = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (columns < H)[None, :]
-    plain, scaled = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, ROWS, TILE):
-        at = (group * ROWS + first + tl.arange(0, TILE))[:, None] * H + columns[None, :]
-        terms = tl.load(dy + at, inside, 0.0).to(tl.float32)
-        plain += tl.sum(terms, 0)
-        if x is not None:
-            values = tl.load(x + at, inside, 0.0).to(tl.float32)
-            if CENTRED:
-                values = tl.where(inside, values - (tl.sum(values, 1) / H)[:, None], 0.0)
-            scale = tl.rsqrt(tl.sum(values * values, 1) / H + eps)
-            scaled += tl.sum(terms * (values * scale[:, None]), 0)
-    if x is not None:
-        tl.store(partials + group * H + columns, scaled, columns < H)
-        tl.store(partials + (groups + group) * H + columns, plain, columns < H)
-    else:
-        tl.store(partials + group * H + columns, plain, columns < H)
-
-
-@triton.jit
-def fold_kernel(
-    partials, sums, groups, count, each, of_piece, H, kinds: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sum the `of_piece` groups of a piece of partials `[kinds, groups, H]` to sums `[count, kinds, H]`: `each` of
-    every sample."""
-    index, kind = tl.program_id(1), tl.program_id(2)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < H
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, of_piece, ROWS):
-        place = first + tl.arange(0, ROWS)
-        group = place // each * (count * each) + index * each + place % each
-        at = (kind * groups + group).to(tl.int64)[:, None] * H + columns[None, :]
-        total += tl.load(partials + at, (place < of_piece)[:, None] & inside[None, :], 0.0)
-    tl.store(sums + (index * kinds + kind) * H + columns, tl.sum(total, 0), inside)
-
-
-def rows_of_group(positions: int, most: int = ROWS) -> int:
-    """Return the rows of a group, at most so many, which divide so many positions of a piece."""
-    return min(most, positions & -positions)
-
-
-def piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool, most: int = ROWS) -> Tensor:
-    """Return what `dtgpt.parallel.exact_tp.rows.PIECE_SUMS` does, in groups of at most so many rows."""
-    dy, x = operand(dy), None if x is None else operand(x)
-    samples, positions, size = dy.shape
-    rows, kinds = rows_of_group(positions // count, most), 1 if x is None else 2
-    groups, each = samples * positions // rows, positions // count // rows
-    block = min(triton.next_power_of_2(size), 128) if x is None else triton.next_power_of_2(size)
-    tile = min(rows, max(1, 4096 // block))
-    partials = torch.empty(kinds, groups, size, dtype=torch.float32, device=dy.device)
-    piece_sums_kernel[(groups, triton.cdiv(size, block))](
-        dy, x, partials, groups, eps, H=size, ROWS=rows, TILE=tile, BLOCK=block, CENTRED=centred,
-        num_warps=4 if block * tile <= 4096 else 8,
-    )  # fmt: skip
-    sums = torch.empty(count, kinds, size, dtype=torch.float32, device=dy.device)
-    height, width = FOLD
-    fold_kernel[(triton.cdiv(size, width), count, kinds)](
-        partials, sums, groups, count, each, samples * each, size, kinds=kinds, ROWS=height, BLOCK=width, num_warps=4
-    )
-    return sums

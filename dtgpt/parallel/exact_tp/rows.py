@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.activations import local_bias
+from dtgpt.ops.activations import bias_gelu, local_bias
+from dtgpt.ops.kernels.devices import may_fuse
+from dtgpt.ops.more_activations import bias_relu2
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
 from dtgpt.parallel.exact_tp.products import COLUMN_SUMS, aligned, column_sum, operand
-from dtgpt.parallel.exact_tp.tree import Share, tree_sum
+from dtgpt.parallel.exact_tp.tree import TREE_OF_STACK, Share
 
 
 class PiecewiseRows(RowSums):
@@ -30,25 +32,24 @@ class PiecewiseRows(RowSums):
 
     def residual(self, x: Tensor, branch: Tensor, bias: Tensor | None, *site: Any) -> Tensor:
         """Return what `RESIDUAL` does."""
-        return RESIDUAL(x, *self._shifted(branch, bias), *site)
+        return NORM_IN_PIECES(x, branch, bias, None, None, 0.0, *site, self.positions)[0]
 
     def norm_and_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """Return what `NORM_AND_PASS` does."""
-        passed, normed = NORM_AND_PASS(x, weight.detach(), None if bias is None else bias.detach(), eps)
-        return passed, _Scaled.apply(normed, passed, weight, bias, eps, self.positions)
+        return NORM_IN_PIECES(x, None, None, weight, bias, eps, None, 0.0, (0, 0), self.positions)
 
     def residual_norm(
         self, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         """Return what `RESIDUAL_NORM` does. rest: its eps and dropout site."""
-        fixed = weight.detach(), None if bias is None else bias.detach()
-        total, normed = RESIDUAL_NORM(x, *self._shifted(branch, branch_bias), *fixed, *rest)
-        return total, _Scaled.apply(normed, total, weight, bias, rest[0], self.positions)
+        return NORM_IN_PIECES(x, branch, branch_bias, weight, bias, *rest, self.positions)
 
     def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
         """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
         tensor by other instructions than the rest."""
         count = self.share(width).number
+        if activation in ORDERED and may_fuse(x):
+            return activation(x, *bias)
         if bias:
             own = local_bias(x, *bias)
             x, bias = _Shifted.apply(x, own, partial(_sum_columns, count)), (own.detach(),)
@@ -75,10 +76,28 @@ class PiecewiseRows(RowSums):
             given.append(_ScaledHeads.apply(made, x, weight, angles, eps, self.share(made.shape[2] * self.ranks)))
         return given[0], given[1], v
 
-    def _shifted(self, branch: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if bias is None:
-            return branch, None
-        return _Shifted.apply(branch, bias, partial(_sum_rows, self.positions)), bias.detach()
+
+def _norm(
+    x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float, key: Tensor | None, p: float, start: Sequence[int], share: Share,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    shift = None if branch_bias is None else branch_bias.detach()
+    if branch is not None and branch_bias is not None:
+        branch = _Shifted.apply(branch, branch_bias, partial(_sum_rows, share, branch_bias.dtype))
+    if weight is None:
+        return RESIDUAL(x, branch, shift, key, p, start), None
+    fixed = weight.detach(), None if bias is None else bias.detach()
+    if branch is None:
+        total, normed = NORM_AND_PASS(x, *fixed, eps)
+    else:
+        total, normed = RESIDUAL_NORM(x, branch, shift, *fixed, eps, key, p, start)
+    return total, _Scaled.apply(normed, total, weight, bias, eps, share)
+
+
+# x, branch or None, its bias, the weight of a norm or None, its bias, eps, key, p, start, share: what `RESIDUAL`,
+# `NORM_AND_PASS` or `RESIDUAL_NORM` returns, the sum and its norm, with gradients of the vectors summed in pieces.
+NORM_IN_PIECES = Operation("norm_in_pieces", _norm, "x + dropout(branch + bias), and its norm")
+ORDERED = bias_gelu, bias_relu2  # whose kernels sum the gradient of a column in an order of its own
 
 
 def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:
@@ -109,15 +128,15 @@ def _sums_of(dy: Tensor, x: Tensor | None, eps: float, centred: bool) -> Tensor:
 PIECE_SUMS = Operation("row_sums_of_pieces", _piece_sums, "sum(dy norm(x)), sum(dy), of rows in pieces")
 
 
-def _whole(share: Share, *given: Any) -> Tensor:
+def _whole(share: Share, dtype: torch.dtype, *given: Any) -> Tensor:
     """Return the sum over the pieces of all ranks of what `PIECE_SUMS` returns, `[kinds, H]`."""
     dy, x, *rest = given
-    return tree_sum(share.gather(PIECE_SUMS(dy, x, share.number, *rest)).unbind())
+    return TREE_OF_STACK(share.gather(PIECE_SUMS(dy, x, share.number, *rest)), dtype)
 
 
-def _sum_rows(share: Share, dy: Tensor) -> Tensor:
+def _sum_rows(share: Share, dtype: torch.dtype, dy: Tensor) -> Tensor:
     """Return the sum `[H]` over all positions of dy `[B, T, H]`, of which a rank has some."""
-    return _whole(share, dy, None, 0.0, False)[0]
+    return _whole(share, dtype, dy, None, 0.0, False)[0]
 
 
 def _sum_columns(count: int, dy: Tensor) -> Tensor:
@@ -156,7 +175,7 @@ class _Scaled(torch.autograd.Function):
         (x,), dy = ctx.saved_tensors, grads[0]
         if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
             return dy, None, None, None, None, None
-        made = _whole(ctx.share, dy, x, ctx.eps, ctx.shifts).to(ctx.dtype)
+        made = _whole(ctx.share, ctx.dtype, dy, x, ctx.eps, ctx.shifts)
         return dy, None, made[0], made[1] if ctx.shifts else None, None, None
 
 
@@ -178,7 +197,7 @@ class _ScaledHeads(torch.autograd.Function):
         (x, cosine, sine), given, dweight = ctx.saved_tensors, operand(grads[0]), None
         if ctx.needs_input_grad[2]:
             dy = rotate(given.to(cosine.dtype), cosine, -sine)
-            dweight = _whole(ctx.share, dy.flatten(0, 1), x.flatten(0, 1), ctx.eps, False)[0].to(ctx.dtype)
+            dweight = _whole(ctx.share, ctx.dtype, dy.flatten(0, 1), x.flatten(0, 1), ctx.eps, False)[0]
         return given, None, dweight, None, None, None
 
 

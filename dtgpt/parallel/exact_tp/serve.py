@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, why_below
+from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, may_fuse, why_below
 from dtgpt.ops.linear import linear
 from dtgpt.ops.operation import Kernel
 from dtgpt.parallel.exact_tp.products import operand
@@ -17,13 +17,19 @@ from dtgpt.util.shared.gpu_limits import HOPPER
 FEW = 512  # rows up to which cuBLAS was seen to split the sums of a product
 LONG, MANY = 4096, 2**21  # terms of a sum that it may split in small products, and numbers of one that is not small
 ALIGNED = 64  # columns, a multiple of which all pieces begin at, so that all have the same alignment
-COLUMNS_OF_TILE = 128
+COLUMNS_OF_TILE, FEWEST = 128, 256  # columns that pieces are multiples of, and have at least, to be summed by threads
 
 
 def kernels():
     from dtgpt.parallel.exact_tp import kernels  # imported on first use, since it needs Triton
 
     return kernels
+
+
+def row_kernels():
+    from dtgpt.parallel.exact_tp import row_kernels  # likewise
+
+    return row_kernels
 
 
 def _many_rows(x: Tensor) -> bool:
@@ -79,15 +85,26 @@ def _sums(x: Tensor, *_: Any) -> bool:
 
 
 def _column_tiles(x: Tensor, count: int) -> bool:
-    return _sums(x) and x.shape[1] // count % COLUMNS_OF_TILE == 0
+    of_piece = x.shape[1] // count
+    return _sums(x) and of_piece % COLUMNS_OF_TILE == 0 and of_piece >= FEWEST
 
 
 def _column_sums(x: Tensor, count: int) -> Tensor:
-    return kernels().piece_sums(x[None], None, 1, 0.0, False, kernels().MANY_ROWS).flatten()
+    from dtgpt.ops.kernels.column_kernels import column_sum
+
+    return column_sum(x, dtype=torch.float32)
 
 
 def _row_groups(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
     return _sums(dy) and length_of_piece(dy, count) % 8 == 0
+
+
+def _in_one_pass(
+    x: Tensor, branch: Any, branch_bias: Any, weight: Any, bias: Any, eps: float, key: Any, *rest: Any
+) -> bool:
+    given = [vector for vector in (branch_bias, weight, bias) if vector is not None]
+    alike = len({vector.dtype for vector in given}) == 1 or (not given and key is not None)
+    return may_fuse(x) and x.dim() == 3 and alike and _row_groups(x, None, rest[-1].number)
 
 
 why_older = partial(why_below, HOPPER)
@@ -127,5 +144,14 @@ WEIGHT_GRADIENT = (
     ),
     Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
 )
-COLUMN_SUMS = (by_triton(_column_sums, _column_tiles, f"pieces of {COLUMNS_OF_TILE} k columns"),)
-PIECE_SUMS = (by_triton(lambda *x: kernels().piece_sums(*x), _row_groups, "pieces of 8 k positions"),)
+COLUMN_SUMS = (
+    by_triton(_column_sums, _column_tiles, f"pieces of {COLUMNS_OF_TILE} k columns, {FEWEST} of them at least"),
+)
+POSITIONS = "pieces of 8 k positions"
+PIECE_SUMS = (by_triton(lambda *x: row_kernels().piece_sums(*x), _row_groups, POSITIONS),)
+NORM_IN_PIECES = (by_triton(lambda *x: row_kernels().NormInPieces.apply(*x), _in_one_pass, POSITIONS),)
+TREE_OF_STACK = (
+    by_triton(
+        lambda *x: row_kernels().tree_of_stack(*x), lambda x, *_: has_triton(x) and x.dtype == torch.float32, "fp32"
+    ),
+)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.ops.operation import Operation
 from dtgpt.parallel.collectives import Collectives, GroupCollectives
 from dtgpt.util.torch_private import all_gather_single
 
@@ -53,6 +54,14 @@ def tree_sum(addends: Iterable[Tensor]) -> Tensor:
         waiting.append((level, node))
     ((_, root),) = waiting
     return root
+
+
+def _tree_of_stack(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return tree_sum(x.unbind()).to(dtype)
+
+
+# x `[2^n, ..]`, which may be overwritten, and a dtype: the sum `[..]` of its parts in a tree, then rounded.
+TREE_OF_STACK = Operation("tree_of_stack", _tree_of_stack, "sum of neighbours, then of neighbouring sums")
 
 
 def sum_over_ranks(own: Tensor, group: dist.ProcessGroup) -> Tensor:
