@@ -95,10 +95,11 @@ class Buckets(Sums):
         self.hooks = not self.settings.plan.splits_backward
         passes = self.settings.micro_batches if self.hooks else 1
         groups = [part for stage in stages for _, part in parameter_groups(stage)]
+        kind = next(iter(seams.listed("buckets", self.settings)), Bucket)
         for own in (False, True) if self.settings.plan.own_axes else (False,):  # on every rank, also without such parts
             parts = [part for part in groups if bool(own_axes_of(part[0])) is own]
-            sums = self._open_sums(mesh, mesh.group("replicate", own), parts)
-            self.all += [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
+            pairs = zip(parts, self._open_sums(mesh, mesh.group("replicate", own), parts), strict=True)
+            self.all += [kind(part, one, passes, self.hooks) for part, one in pairs]
 
     def _open_sums(
         self, mesh: Mesh, group: dist.ProcessGroup | None, parts: list[list[nn.Parameter]]

@@ -97,6 +97,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "table_tests": "tests an engine whose plan has a table, by its settings, before the first step",
     "transports": "a way between ranks: a `parallel.collectives.Transport`",
     "late_votes": "of a mesh on GPUs: makes what `Mesh.vote` asks",
+    "buckets": "of parameters: a class that derives from `parallel.gradients.Bucket`",
     "flat_sums": "of 16-bit numbers: a class that derives from `parallel.collectives.FlatSum`",
     "inference_stages": "makes those of a rank, like `parallel.inference.inference_stages`",
     "graphs": "replays pieces of a step: a class that derives from `parallel.engine.Graphs`",

@@ -5,6 +5,7 @@ An expert without rows takes no time, and its weights are not read. Sharding rul
 each rank with ends of its own; the gradient of the weights is then an addend on each.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,39 @@ outer_op = torch.library.custom_op("dtgpt::grouped_outer", _outer, mutates_args=
 outer_op.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
+def _add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> None:
+    made = grouped_outer(dy, x, ends)
+    total.copy_(made) if first else total.add_(made)
+
+
+# dy, x, ends, total fp32 [E, out, in], first: the same, rounded to the type of x; total is set to it first, later the
+# sum of both.
+ADD_OUTER = Operation("add_outer", _add_outer, "total += the sum over the rows r of each expert of dy[r] x[r]^T")
+Fill = Callable[[Tensor, bool], None]  # of a total, and whether to set it, which otherwise is added to
+
+
+def fill_total(weight: Tensor, fill: Callable[[Fill], None]) -> None:
+    """Let products with a stack of matrices hand `fill` what adds their gradient to a total, and leave none."""
+    weight.fill = fill  # type: ignore[attr-defined]
+
+
+class _Filling(torch.autograd.Function):
+    """A product that adds the gradient of its weight to a total."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fill: Callable[[Fill], None]) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.fill = fill
+        return grouped_product(x, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        x, weight, ends = ctx.saved_tensors
+        dx = grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
+        ctx.fill(lambda total, first: ADD_OUTER(grad, x, ends, total, first))
+        return dx, None, None, None
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -88,8 +122,12 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor,
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and ends {tuple(ends.shape)} do not fit; they need to "
             "be [M, in], [E, out, in] and [E]"
         )
-    apart = x.is_cpu and torch.compiler.is_compiling()
-    made = product_op(x, weight, ends) if apart else grouped_product(x, weight, ends)
+    compiles = torch.compiler.is_compiling()
+    fill = None if compiles or not torch.is_grad_enabled() else getattr(weight, "fill", None)
+    if fill is not None:
+        made = _Filling.apply(x, weight, ends, fill)
+    else:
+        made = product_op(x, weight, ends) if x.is_cpu and compiles else grouped_product(x, weight, ends)
     if bias is None:
         return made
     biases = biases_of_rows(bias, x, ends)

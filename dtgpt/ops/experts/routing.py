@@ -39,6 +39,15 @@ class Choice(NamedTuple):
     weights: Tensor  # fp32 [.., k]
 
 
+def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return linear(x.to(wide), weight.to(wide), None)
+
+
+# x [.., H], weight [E, H]: x w^T in fp32 at least, whose bits do not depend on the number of rows.
+wide_product = Operation("wide_product", _wide_product, "x w^T in fp32, of x and w of fewer bits")
+
+
 class _Logits(torch.autograd.Function):
     """The product of wide copies, of which backward keeps none."""
 
@@ -46,7 +55,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.wide = wide
-        return linear(x.to(wide), weight.to(wide), None)
+        return wide_product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
@@ -59,7 +68,7 @@ class _Logits(torch.autograd.Function):
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias `[.., E]` in fp32 at least, of x `[.., H]`, weight `[E, H]` and bias `[E]` or None. The
-    product is that of `linear`, whose bits do not depend on the number of rows."""
+    bits do not depend on the number of rows."""
     wide = torch.promote_types(x.dtype, torch.float32)
     made = linear(x.to(wide), weight.to(wide), None) if is_apart() else _Logits.apply(x, weight, wide)
     return made if bias is None else made + bias.to(wide)

@@ -15,6 +15,7 @@ from dtgpt.ops.experts.rows import Order
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
 from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
+from dtgpt.util.torch_private import is_dtensor
 
 ALIGNED = 8  # elements of bf16 in the 16 bytes at whose multiples rows have to begin
 MOST_SORTED = 256  # experts that kernels rank, and sort by
@@ -77,6 +78,49 @@ GROUPED_OUTER = (
     ),
     Kernel("Triton", _takes_product, outer_op, why_no_triton, "in other types or widths"),
 )
+
+
+def _adds_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> bool:
+    known = dy.dtype == torch.bfloat16 and dy.is_cuda and has_hopper(dy.device) and has_triton(dy)
+    return known and outer_kernels().serves(dy.shape[1], x.shape[1])
+
+
+def outer_kernels():
+    from dtgpt.ops.kernels import outer_kernels  # imported on first use, since it needs Triton
+
+    return outer_kernels
+
+
+ADD_OUTER = (
+    Kernel(
+        "Triton",
+        _adds_outer,
+        lambda *given: outer_kernels().add_outer(*given),
+        lambda device: why_no_triton(device) or why_below(HOPPER, device),
+        "in bf16, of widths that are multiples of 128",
+    ),
+)
+
+
+@torch.library.custom_op("dtgpt::wide_product", mutates_args=(), device_types="cuda")
+def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    from dtgpt.ops.kernels.decode.blocks import product  # imported on first use, since it needs Triton
+
+    made = product(x.flatten(0, -2).contiguous(), weight.contiguous(), None, "logits", exact=True)
+    return made.view(*x.shape[:-1], len(weight))
+
+
+@_wide_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32)
+
+
+def _takes_wide_product(x: Tensor, weight: Tensor) -> bool:
+    narrow = x.dtype == weight.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0
+    return narrow and has_triton(x) and not is_dtensor(weight)
+
+
+WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits, by tensor cores, which add in fp32"),)
 
 
 def _sums(x: Tensor, *_: Any) -> bool:
