@@ -48,15 +48,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.more_styles", ()),
     ("dtgpt.parallel.graphs", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.exact_tp", ("dtgpt.ops.kernels", "dtgpt.parallel.exact_sums")),
     (
-        "dtgpt.parallel.exact_tp",
-        (
-            "dtgpt.models.moe",
-            "dtgpt.ops.kernels",
-            "dtgpt.parallel.exact_sums",
-            "dtgpt.parallel.expert_parallel",
-            "dtgpt.planning",
-        ),
+        "dtgpt.parallel.planned_pieces",
+        ("dtgpt.models.moe", "dtgpt.parallel.exact_tp", "dtgpt.parallel.expert_parallel", "dtgpt.planning"),
     ),
     ("dtgpt.models.moe", ()),
     ("dtgpt.models.families", ("dtgpt.models.moe",)),

@@ -48,8 +48,8 @@ class Binding(NamedTuple):
     into: Any = None  # of a matrix that is cut by columns: what makes its input whole
     out: Any = None  # of a matrix that is cut by rows: what sums its output
     product: Callable[..., Tensor] | None = None  # of a matrix: x, weight, bias -> output; of a table: tokens, weight
-    pieces: int = 1  # of a matrix that is cut by rows: addends of this rank, which `product` adds in a tree
-    over_ranks: Callable[[Tensor], Tensor] | None = None  # of such a matrix for inference; None: an all-reduce
+    pieces: int = 0  # of what sums in pieces: those of this rank, which `product` adds in a tree; 0: it does not
+    over_ranks: Callable[[Tensor], Tensor] | None = None  # for inference, of what is summed there; None: an all-reduce
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     loss: Callable[..., Tensor] | None = None  # of the output layer; None: the mean over tokens

@@ -31,11 +31,12 @@ class Collective:
 def costs_of(settings: Settings) -> "Costs":
     """Return what the sums of a run take."""
     sums = choose_sums(settings)
+    kind: Any = ScatteredCosts if settings.plan.zero else Costs
     if sums.costs:
-        return seams.load(sums.costs)(sums)
-    if isinstance(sums, Buckets):
-        return BucketCosts(sums)
-    return ScatteredCosts(sums) if settings.plan.zero else Costs(sums)
+        kind = seams.load(sums.costs)
+    elif isinstance(sums, Buckets):
+        kind = BucketCosts
+    return seams.with_kinds("sum_costs", kind, settings)(sums)
 
 
 def is_pushed(settings: Settings) -> bool:

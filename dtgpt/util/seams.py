@@ -95,6 +95,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "own_styles": "joins the styles of a plan's own table to the default ones",
     "head_degrees": "of each block, under a plan with a table: the ranks over which heads are cut",
     "table_tests": "tests an engine whose plan has a table, by its settings, before the first step",
+    "sum_costs": "of sums of gradients, where memory is planned: a class that derives from `planning.sums.Costs`",
     "transports": "a way between ranks: a `parallel.collectives.Transport`",
     "late_votes": "of a mesh on GPUs: makes what `Mesh.vote` asks",
     "buckets": "of parameters: a class that derives from `parallel.gradients.Bucket`",

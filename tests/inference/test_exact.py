@@ -23,6 +23,7 @@ from dtgpt.inference.options import Options
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.families.glm4_moe import Glm4MoeConfig
 from dtgpt.models.families.granitemoe import GraniteMoeConfig
@@ -49,7 +50,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
 from tests.interop.test_interop_huggingface import InMemory
-from tests.support.bodies_engine import poison
+from tests.support.bodies_engine import inference_stages, poison, training_stages
 from tests.support.bodies_exact import all_by_rows, gradients_by_rows, losses_kept, trained_and_scored
 from tests.support.families import OURS
 from tests.support.gpus import run_on_two_gpus
@@ -108,6 +109,7 @@ CONFIGS = {
     "heads that share nothing": replace(LLAMA, num_heads=2, head_dim=128),
     **mixtures(SHAPE, width=192),
 }
+WIDE = list(mixtures(SHAPE, width=256).values())  # whose pieces kernels add up in registers
 LENGTHS = (1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)  # of prompts
 
 
@@ -215,6 +217,26 @@ def test_log_probabilities_of_mixtures_are_those_of_training(kind, dtype):
         check_trained(model, generated(engine, (1, 3, 8, 16, 23)))
 
 
+@pytest.mark.slow(20)
+@pytest.mark.parametrize(("kind", "plan"), [*((kind, "tp2_sp") for kind in mixtures(LITTLE, 32)), ("olmoe", "single")])
+def test_so_they_are_under_tensor_parallelism_where_training_sums_in_pieces(kind, plan):
+    config = mixtures(LITTLE, width=32)[kind]
+    drawn = pool().run(parse_plan(plan, {}).world, check_pieces, config, plan)
+    assert all(each == drawn[0] for each in drawn) and len(drawn[0]) == 5
+
+
+def check_pieces(config: ExpertsConfig, plan: str) -> list[tuple[list[int], list[float], int]]:
+    """Check what ranks generate as they do after a training with pieces, and return it."""
+    choices: dict[str, Any] = {"attention": "explicit", "reduce": "exact_tp"}
+    stages, drawing = inference_stages(config, plan.removesuffix("_sp"), **choices)
+    (stage,), mesh = training_stages(config, plan, **choices)
+    with all_by_rows():
+        engine = Engine(stages, drawing, config, torch.float32, 3, graphs=False, exact=True)
+        drawn = mesh.gather(generated(engine, (1, 3, 8, 16, 23)) if mesh.rank == 0 else engine.follow())[0]
+        check_trained(stage, drawn)
+    return drawn
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("size", "columns"), [(2048, 2048), (1024, 2048), (1536, 1024)])
@@ -249,22 +271,34 @@ def check_ranks() -> None:
     for config, plan, dtype, reduce in (
         (GPT2, "tp2", torch.bfloat16, "fast"), (LLAMA, "tp2_sp", torch.bfloat16, "fast"),
         (CONFIGS["qwen3"], "tp2", torch.float16, "fast"), (GPT2, "tp2", torch.bfloat16, "exact_tp"),
-        (LLAMA, "tp2_sp", torch.bfloat16, "exact_tp"),
+        (LLAMA, "tp2_sp", torch.bfloat16, "exact_tp"), *((kind, "tp2_sp", torch.bfloat16, "exact_tp") for kind in WIDE),
+        (WIDE[0], "tp2", torch.float16, "exact_tp"),
     ):  # fmt: skip
-        resolved = parse_plan(plan, {}).for_world(2)
-        settings = Settings(
-            model=config, plan=resolved, device=device, dtype=dtype, attention="flash", seq_length=256,
-            micro_batch_size=12, global_batch_size=12, reduce=reduce,
-        )  # fmt: skip
-        one = replace(settings, plan=resolved.for_inference())
-        mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
-        stages = inference.inference_stages(one, drawing, lambda shards, of=config, key=key: shards.initialize(of, key))
-        engine = Engine(stages, drawing, config, dtype, 5, graphs=True, exact=True)
-        drawn = mesh.gather(generated(engine) if mesh.rank == 0 else engine.follow())[0]
-        check_trained(build_stages(settings, mesh, key)[0][0], drawn)
-        for close in (*drawing.before_end, *mesh.before_end):
-            close()
+        check_plan(config, plan, dtype, reduce, device)
     end_process_group()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("config", WIDE, ids=lambda config: config.architecture)
+def test_log_probabilities_of_mixtures_are_those_of_a_training_in_pieces(config, dtype):
+    check_plan(config, "single", dtype, "exact_tp", CUDA)
+
+
+def check_plan(config: ModelConfig, plan: str, dtype: torch.dtype, reduce: str, device: torch.device) -> None:
+    resolved = parse_plan(plan, {}).for_world(parse_plan(plan, {}).world)
+    settings = Settings(
+        model=config, plan=resolved, device=device, dtype=dtype, attention="flash", seq_length=256,
+        micro_batch_size=12, global_batch_size=12, reduce=reduce,
+    )  # fmt: skip
+    one = replace(settings, plan=resolved.for_inference())
+    mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
+    stages = inference.inference_stages(one, drawing, lambda shards: shards.initialize(config, key))
+    engine = Engine(stages, drawing, config, dtype, 5, graphs=True, exact=True)
+    drawn = mesh.gather(generated(engine) if mesh.rank == 0 else engine.follow())[0]
+    check_trained(build_stages(settings, mesh, key)[0][0], drawn)
+    for close in (*drawing.before_end, *mesh.before_end):
+        close()
 
 
 @pytest.mark.cuda
@@ -348,10 +382,7 @@ def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeyp
     BITS.check_sums(replace(settings, reduce="exact_tp"))
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 for a run with reduce=exact_tp.*bf16 or fp16"):
         BITS.check_sums(replace(settings, reduce="exact_tp", dtype=torch.float32))
-    experts = replace(settings, model=mixtures(LITTLE, 64)["olmoe"], plan=Plan().for_world(1))
-    BITS.check_sums(experts)
-    with pytest.raises(UserError, match=r"exact=True cannot hold for experts .*reduce=exact_tp.*train with --reduce"):
-        BITS.check_sums(replace(experts, reduce="exact_tp"))
+    BITS.check_sums(replace(settings, model=mixtures(LITTLE, 64)["olmoe"], reduce="exact_tp"))
     BITS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
         BITS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)

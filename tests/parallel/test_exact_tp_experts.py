@@ -21,6 +21,7 @@ from dtgpt.parallel.exact_tp.tree import Share
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
 from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
+from tests.support.bodies_exact_tp import trained_and_scored
 from tests.support.example_mixture import ManyConfig
 from tests.support.families import OURS, OURS_WITH_EXPERTS
 from tests.support.interpreter import needs_triton, run_interpreted
@@ -81,6 +82,20 @@ def test_every_family_has_the_bits_of_one_process(exact, family):
     model = FAMILIES[family]
     recipe = replace(exact, model=model, balance=BalanceConfig(), steps=1, precision="bf16")
     assert differing(recipe, ["tp2_sp"], bits_of_steps) == {"tp2_sp": []}
+
+
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("model", [OLMOE, MANY])
+def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
+    """Also where experts, routers and what all tokens share have biases and gates."""
+    model = replace(model, dropout=0.0)
+    found = [
+        each
+        for plan, ranks in (("single", 1), ("tp4_sp", 4))
+        for pair in pool().run(ranks, trained_and_scored, model, plan)
+        for each in pair
+    ]
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 @pytest.mark.slow(12)

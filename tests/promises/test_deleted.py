@@ -31,11 +31,11 @@ def recipe():
 """
 
 
-def losses_of(folder: Path, start: Callable[..., subprocess.CompletedProcess], tree: Path) -> list[float]:
-    """Train in `folder` by the package in `tree`; return the losses."""
+def losses_of(folder: Path, start: Callable[..., subprocess.CompletedProcess], tree: Path, *words: str) -> list[float]:
+    """Train in `folder` by the package in `tree`, with options; return the losses."""
     folder.mkdir(exist_ok=True)
     (folder / "tiny.py").write_text(TINY)
-    done = start(["-m", "dtgpt", "train", "tiny.py"], folder, {**os.environ, "PYTHONPATH": str(tree)})
+    done = start(["-m", "dtgpt", "train", "tiny.py", *words], folder, {**os.environ, "PYTHONPATH": str(tree)})
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "runs").iterdir()
     return [record["loss"] for record in read_records(run / "metrics.jsonl") if "loss" in record]
@@ -67,6 +67,16 @@ def test_each_capability_can_be_deleted_alone(tmp_path, capability):
     delete(tmp_path, without(capability))
     assert len(losses_of(tmp_path, run_fresh, tmp_path)) == 3
     assert list(tmp_path.glob("runs/tiny-001/checkpoints/step_00000003/state.json"))
+
+
+@pytest.mark.slow(8)
+def test_sums_in_pieces_need_neither_experts_nor_plans_nor_documents(tmp_path):
+    gone = {name for each in ("dtgpt.models.moe", "dtgpt.data.documents") for name in without(each)}
+    assert "dtgpt.planning" in gone and "dtgpt.parallel.exact_tp" not in gone
+    delete(tmp_path / "tree", gone)
+    words = ["--reduce", "exact_tp", "--plan", "tp2_sp", "--nproc", "2"]
+    alone = losses_of(tmp_path / "alone", run_fresh, tmp_path / "tree", *words)
+    assert alone == losses_of(tmp_path / "whole", run_program, ROOT, "--reduce", "exact_tp")
 
 
 def without(capability: str) -> list[str]:

@@ -19,7 +19,6 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Core, attention_cores, inventory
 from dtgpt.models.layers import Output
-from dtgpt.models.roles import Role
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES, exact_attention
 from dtgpt.ops.kernels.decode.blocks import next_rows
@@ -109,12 +108,6 @@ SUMS: Rules = (
         Is("dtype", "==", torch.float32),
         Is("spans_tp", "==", True),
     ),
-    Rule(
-        "exact=True cannot hold for experts that were trained with reduce={reduce}: generation does not make their "
-        "sums of pieces; train with --reduce exact, or leave exact out",
-        Is("has_experts", "==", True),
-        Is("spans_tp", "==", True),
-    ),
 )
 
 
@@ -130,7 +123,6 @@ class ExactBits:
         """Raise UserError where generation cannot have the bits of a run with these settings."""
         part = seams.added("sums").get(settings.reduce)
         values = {name: getattr(settings, name) for name in ("plan", "dtype", "reduce")}
-        values["has_experts"] = inventory(settings.model).has(Role.ROUTER)
         check_rules(SUMS, values | {"spans_tp": part is not None and seams.load(part).spans_tp})
 
     def check_blocks(self, config: ModelConfig) -> None:
@@ -222,14 +214,15 @@ def runs_rows_apart(stages: list[Decoder], mesh: Mesh, cache: Cache) -> bool:
     parts = [module for stage in stages for module in parts_of(stage)]
     blocks = [block for stage in stages for block in stage.blocks.values()]
     known = all(map(computes_rows_apart, blocks)) and not any(map(has_own_code, parts))
-    return known and mesh.plan.tp == 1 and _usable(stages, cache, (2, 4))
+    whole = mesh.plan.tp == 1 or all(any(bound_of(each).pieces for each in block.modules()) for block in blocks)
+    return known and whole and _usable(stages, cache, (2, 4))
 
 
 def _usable(stages: list[Decoder], cache: Cache, widths: tuple[int, ...]) -> bool:
     """Return whether kernels can read the parameters, of so many bytes an element, and have the attention of the
     stages, whatever its scale."""
     modules = [module for stage in stages for module in stage.modules()]
-    if any(bound.product is not None and bound.pieces == 1 for bound in map(bound_of, modules)):
+    if any(bound.product is not None and not bound.pieces for bound in map(bound_of, modules)):
         return False  # of a run that trains adapters
     cores = [core for stage in stages for core in attention_cores(stage)]
     if any(value is not None for core in cores for value in (core.window, core.softcap, core.sinks)):

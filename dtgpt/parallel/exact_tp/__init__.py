@@ -7,7 +7,10 @@ PART = "dtgpt.parallel.exact_tp"
 CAPABILITY = Capability(
     sections={NAME: f"{PART}.config:PiecesConfig"},
     sums={NAME: f"{PART}.sums:PiecewiseSums"},
-    plan_rules=(When(f"{PART}.config:PLAN_RULES", (f"reduce={NAME}",)),),
+    plan_rules=(
+        When(f"{PART}.config:PLAN_RULES", (f"reduce={NAME}",)),
+        When(f"{PART}.config:POSITION_RULES", ("data.reset_position_ids",)),
+    ),
     settings_rules=(When(f"{PART}.config:SETTINGS_RULES", (f"reduce={NAME}",)),),
     tp_tables=(When(f"{PART}.build:add_in_trees", (f"settings.reduce={NAME}",)),),
     build=tuple(When(f"{PART}.build:{name}", (f"settings.reduce={NAME}",)) for name in ("PIECES", "SERVED")),

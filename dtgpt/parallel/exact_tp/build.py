@@ -77,22 +77,14 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
 
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
+        if own := _sums_of_forward(role, module, share, sums):
+            bind(module, **own)
         if role in (Role.QKV, Role.COLUMN):
             bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
-        elif role is Role.ROW:
-            bind(module, product=_local(partial(row_product, share(module.weight.shape[1]).number)))
         elif role is Role.INNER_COLUMN:
             bind(module, product=_local(partial(inner_column, share(module.weight.shape[0]).number, sums)))
-        elif role is Role.INNER_ROW:
-            bind(module, product=_local(partial(inner_row, share(module.weight.shape[1]).number, sums)))
         elif role is Role.COLUMN_STACK:
             bind(module, product=partial(column_stack, share(module.weight.shape[1]).number, sums))
-        elif role is Role.ROW_STACK:
-            bind(module, product=partial(row_stack, share(module.weight.shape[2]).number, sums), through=None)
-        elif role is Role.JOINT_NORM:
-            bind(module, product=partial(joint_norm, share(module.width), module.width, module.eps))
-        elif role is Role.OUTPUT:
-            bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
         elif role is Role.VOCABULARY and group is not None:
             bind(_checked(module), product=look_up)
         if role in WHOLE and bound_of(module).sums_over_tp:
@@ -113,21 +105,41 @@ def add_in_pieces(part: Decoder, building: Building) -> None:
     terms of the loss. All other results have them anyway."""
     settings = building.settings
     group = building.mesh.devices.get_group("tp") if settings.plan.tp > 1 else None
-    most = values_of(settings).pieces
+    most, sums = values_of(settings).pieces, _sum_of_ranks(building)
     if most % settings.plan.tp:
         raise UserError(
             f"the run has {NAME}.pieces={most}, which tp={settings.plan.tp} does not divide; use a tp that does, or "
             "leave exact out"
         )
+
+    def share(size: int) -> Share:
+        return Share.of(pieces_of_size(size, most), group)
+
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
-        if role is Role.ROW:
-            if (count := Share.of(pieces_of_size(module.weight.shape[1], most), group).number) > 1:
-                bind(module, product=_local(partial(row_product, count)), pieces=count)
-            if settings.plan.tp > 2 and group is not None:
-                bind(module, over_ranks=partial(sum_over_ranks, group=group))
-        elif role is Role.OUTPUT:
-            bind(module, loss=PiecewiseLoss(Share.of(pieces_of_size(module.weight.shape[0], most), group)))
+        if own := _sums_of_forward(role, module, share, sums):
+            bind(module, **own)
+        if role is Role.ROW and settings.plan.tp > 2 and group is not None:
+            bind(module, over_ranks=partial(sum_over_ranks, group=group))
+        elif role is Role.EXIT:
+            bind(module, over_ranks=lambda whole: whole)
+
+
+def _sums_of_forward(role: Role | None, module: Any, share: Callable[[int], Share], sums: Sum | None) -> dict[str, Any]:
+    """Return what is bound to a module whose forward pass sums over what tensor parallelism may cut."""
+    if role is Role.ROW:
+        own = share(module.weight.shape[1]).number
+        return {"product": _local(partial(row_product, own)), "pieces": own}
+    if role is Role.INNER_ROW:
+        own = share(module.weight.shape[1]).number
+        return {"product": _local(partial(inner_row, own, sums)), "pieces": own}
+    if role is Role.ROW_STACK:
+        own = share(module.weight.shape[2]).number
+        return {"product": partial(row_stack, own, sums), "pieces": own, "through": None}
+    if role is Role.JOINT_NORM:
+        heads = share(module.width)
+        return {"product": partial(joint_norm, heads, module.width, module.eps), "pieces": heads.number}
+    return {"loss": PiecewiseLoss(share(module.weight.shape[0]))} if role is Role.OUTPUT else {}
 
 
 def _checked(table: Any) -> Table:

@@ -127,15 +127,17 @@ PLAN_RULES: Rules = (  # of a recipe under a `plan`
         Is("plan.cp", ">", 1),
     ),
     Rule(
-        f"reduce={NAME}, but with data.reset_position_ids=on ranks that cut the sequence share rows of the position "
-        f"table, whose gradients they add up in their own order; use a plan without sp or {FAST}",
-        Is("plan.sequence_parallel", "==", True),
-        Is("data.reset_position_ids", "==", True),
-        HasPositions("model"),
-    ),
-    Rule(
         f"reduce={NAME}, but the plan has styles of its own, which cut other sums; use a plan without them or {FAST}",
         Is("plan.table", "!=", {}),
+    ),
+)
+POSITION_RULES: Rules = (  # of one whose documents have positions of their own
+    Rule(
+        f"reduce={NAME}, but with data.reset_position_ids=on ranks that cut the sequence share rows of the position "
+        f"table, whose gradients they add up in their own order; use a plan without sp or {FAST}",
+        Is("reduce", "==", NAME),
+        Is("plan.sequence_parallel", "==", True),
+        HasPositions("model"),
     ),
 )
 SETTINGS_RULES: Rules = (

@@ -17,7 +17,6 @@ from dtgpt.parallel.mesh import Mesh
 class PiecewiseSums(ExactSums):
     """`ExactSums` of gradients that tensor-parallel ranks have computed in pieces."""
 
-    costs = "dtgpt.parallel.exact_tp.costs:PiecewiseCosts"
     spans_tp = True
 
     def __init__(self, settings: Settings):

@@ -72,7 +72,7 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
         if role in (Role.ROW, Role.EXIT):
             add = bound_of(module).over_ranks or partial(_summed, group)
             module.register_forward_hook(lambda module, inputs, addend, add=add: add(addend))
-        elif role is Role.ROW_STACK:
+        elif role is Role.ROW_STACK and bound_of(module).product is None:
             bind(module, through=partial(mul, float(mesh.place.tp == 0)))  # one rank adds the biases
         elif role is Role.JOINT_NORM:
             bind(module, sum_of_heads=partial(_summed, group))
