@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.ops.activations import bias_gelu
 from dtgpt.ops.operation import OPERATIONS
 from dtgpt.parallel.exact_tp import products, rows, serve
 from dtgpt.parallel.exact_tp.products import column_product, row_product
@@ -146,15 +147,22 @@ class Kept(Share):
 
 @pytest.mark.parametrize("columns", [4096, 1536])
 def test_the_bias_of_an_activation_has_the_same_gradient_without_the_other_columns(columns):
-    from dtgpt.ops.kernels import gelu_kernels
-
     torch.manual_seed(0)
     x, dy, bias = draw(16384, columns), draw(16384, columns), draw(columns)
-    whole = gelu_kernels.bias_gelu_backward(dy, x, bias)[1]
+
+    def gradients(ranks: int) -> torch.Tensor:
+        made = []
+        for own, grad, shift in zip(*(t.chunk(ranks, -1) for t in (x, dy, bias)), strict=True):
+            leaf = shift.clone().requires_grad_()
+            rows.ACTIVATED(own.contiguous(), leaf, bias_gelu, PIECES // ranks).backward(grad.contiguous())
+            made.append(leaf.grad)
+        return torch.cat(made)
+
     for ranks in (2, 4, 8):
-        own = [t.chunk(ranks, -1) for t in (dy, x, bias)]
-        made = [gelu_kernels.bias_gelu_backward(*(t.contiguous() for t in part))[1] for part in zip(*own, strict=True)]
-        assert torch.equal(torch.cat(made), whole)
+        assert torch.equal(gradients(ranks), gradients(1)), ranks
+    made = gradients(1)
+    with definitions_of("activated_in_pieces", "column_sums_of_pieces"):
+        torch.testing.assert_close(made, gradients(1), rtol=0.02, atol=2.0)
 
 
 @pytest.mark.parametrize("centred", [False, True])

@@ -27,7 +27,6 @@ class ColumnLaunch(NamedTuple):
 COLUMN_SUM = ColumnLaunch(rows=8, width=8, occupancy=32, stages=1)
 MOST_WARPS = 16  # of a program
 COLUMN_BLOCK = 1024  # columns of a tile in kernels that need not see whole rows
-WIDE = 4  # blocks of columns of an MLP of GPT-2
 SUM_TILE = 256, 16, 8  # rows, columns and warps of a tile of the second stage
 
 
@@ -86,21 +85,25 @@ def sum_partials(partials: Tensor, *outputs: Tensor) -> None:
 
 
 def column_grid(
-    rows: int, columns: int, device: torch.device, launch: ColumnLaunch
+    rows: int, columns: int, device: torch.device, launch: ColumnLaunch, blocks: int = 0
 ) -> tuple[tuple[int, int], int, int, int]:
-    """Return ((blocks of columns, programs along the rows), rows, columns, warps), the latter three of a tile. The
-    programs of a block are as many as fit where there are WIDE blocks, however many there are: so the order in which a
-    column is summed does not depend on others."""
+    """Return ((blocks of columns, programs along the rows), rows, columns, warps), the latter three of a tile. As many
+    programs as fit: with `blocks` for so many whole blocks, however many there are, so that the order in which a column
+    is summed does not depend on others."""
     tile, block, warps = shape_of_tile(min(columns, COLUMN_BLOCK), launch)
-    programs = multiprocessors(device) * max(launch.occupancy // shape_of_tile(COLUMN_BLOCK, launch)[2], 1) // WIDE
-    return (triton.cdiv(columns, block), max(min(programs, triton.cdiv(rows, tile)), 1)), tile, block, warps
+    own = triton.cdiv(columns, block)
+    together = shape_of_tile(COLUMN_BLOCK, launch)[2] if blocks else warps
+    programs = multiprocessors(device) * max(launch.occupancy // together, 1) // (blocks or own)
+    return (own, max(min(programs, triton.cdiv(rows, tile)), 1)), tile, block, warps
 
 
-def column_sum(x: Tensor, launch: ColumnLaunch = COLUMN_SUM, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum x `[.., F]` to `[F]`, in the dtype of x unless another one is given."""
+def column_sum(
+    x: Tensor, launch: ColumnLaunch = COLUMN_SUM, dtype: torch.dtype | None = None, blocks: int = 0
+) -> Tensor:
+    """Sum x `[.., F]` to `[F]`, in the dtype of x unless another one is given. blocks: see `column_grid`."""
     x, columns = x.contiguous(), x.shape[-1]
     rows = x.numel() // columns
-    grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
+    grid, tile, block, warps = column_grid(rows, columns, x.device, launch, blocks)
     partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=x.device)
     column_sum_kernel[grid](x, partials, rows, columns, tile, block, launch.stages, num_warps=warps)
     out = torch.empty(columns, dtype=dtype or x.dtype, device=x.device)

@@ -15,7 +15,8 @@ from dtgpt.ops.kernels.devices import multiprocessors
 BLOCK_BYTES = 16384  # of a row, that a program takes at once
 WARPS = 16
 PROGRAMS = 2  # per multiprocessor
-NARROW, SHARES = 8192, 4  # columns of rows of which a program takes such a share, with as many of its warps
+NARROW = 8192  # columns of rows for which a program has a part of the warps, and there are as many more programs:
+TERMS_PARTS, GRADIENT_PARTS = 8, 2
 REGISTERS = 65536  # of a multiprocessor
 
 LANE = tl.constexpr(8)  # neighbours that one thread reads: 16 bytes of a 16-bit dtype
@@ -197,19 +198,19 @@ def loss_kernel(
             overwrite(line, real, column, hit, largest, total, factor, WIDTH, BLOCK, CAP)
 
 
-def _launch(kernel, logits: Tensor, *arguments, cap: float, **constants: int) -> None:
+def _launch(kernel, logits: Tensor, *arguments, cap: float, parts: int = 1, **constants: int) -> None:
     rows, width = logits.shape
-    shares = SHARES if width <= NARROW else 1
-    grid = (min(rows, PROGRAMS * shares * multiprocessors(logits.device)),)
-    block = min(BLOCK_BYTES // shares // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
-    options = {"num_warps": WARPS // shares, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
+    parts = parts if width <= NARROW else 1
+    grid = (min(rows, PROGRAMS * parts * multiprocessors(logits.device)),)
+    block = min(BLOCK_BYTES // parts // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
+    options = {"num_warps": WARPS // parts, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
     kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, CAP=cap, **constants, **options)
 
 
 def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return fp32 `[3, rows]` for logits `[rows, V_local]`, contiguous, and targets int64 `[rows]`."""
     terms = torch.empty(3, len(logits), device=logits.device)
-    _launch(terms_kernel, logits, targets, terms, len(logits), start, real, cap=cap)
+    _launch(terms_kernel, logits, targets, terms, len(logits), start, real, cap=cap, parts=TERMS_PARTS)
     return terms
 
 
@@ -225,7 +226,7 @@ def launch_gradient(
 ) -> None:
     """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]` or `[rows]`."""
     arguments = targets, largest, total, scale, len(logits), start, real
-    _launch(gradient_kernel, logits, *arguments, cap=cap, SCALES=scale.dim())
+    _launch(gradient_kernel, logits, *arguments, cap=cap, parts=GRADIENT_PARTS, SCALES=scale.dim())
 
 
 def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float = 0.0) -> Tensor:

@@ -114,12 +114,12 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, launch: ColumnLaunch = FORWARD, r
 
 
 def bias_gelu_backward(
-    dy: Tensor, x: Tensor, bias: Tensor, launch: ColumnLaunch = BACKWARD, relu2: bool = False
+    dy: Tensor, x: Tensor, bias: Tensor, launch: ColumnLaunch = BACKWARD, relu2: bool = False, blocks: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, dbias) of what `bias_gelu_forward` returns."""
+    """Return (dx, dbias) of what `bias_gelu_forward` returns. blocks: see `column_kernels.column_grid`."""
     dy, x, columns = dy.contiguous(), x.contiguous(), x.shape[-1]
     rows, dx, dbias = x.numel() // columns, torch.empty_like(x), torch.empty_like(bias)
-    grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
+    grid, tile, block, warps = column_grid(rows, columns, x.device, launch, blocks)
     partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=x.device)
     bias_gelu_backward_kernel[grid](
         dy, x, bias, dx, partials, rows, columns, tile, block, launch.stages, relu2, num_warps=warps

@@ -42,7 +42,6 @@ class Tile(NamedTuple):
 
 TREE = Tile(128, 128)  # wider ones have no registers for a node that waits
 WARPS = Tile(128, 256, num_warps=4, num_stages=3)  # of `warp_kernels`
-SHARED = True
 GRADIENT = Tile(128, 256, num_stages=3), Tile(128, 128, num_warps=4)
 GAIN = 1.07  # of the first of these over the second, where both have tiles for all multiprocessors
 
@@ -223,13 +222,14 @@ def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs:
     rows, columns = out.shape
     down, across = rows // WARPS.BM, columns // WARPS.BN
     programs = min(down * across, programs_of(x.device))
-    memory = torch.empty(programs, LEVELS, WARPS.BM * WARPS.BN // 2, dtype=torch.int32, device=x.device)
-    blocks = [WARPS.BM // 2, WARPS.BK], [WARPS.BN, WARPS.BK] if by_inputs else [WARPS.BK, WARPS.BN]
-    pairs = zip((x, weight), blocks, strict=True)
+    memory = torch.empty(programs, WARPS.BM * WARPS.BN // 2, dtype=torch.int32, device=x.device)
+    half = WARPS.BM // 2
+    blocks = [half, WARPS.BK], [WARPS.BN, WARPS.BK] if by_inputs else [WARPS.BK, WARPS.BN], [half, WARPS.BN]
+    pairs = zip((x, weight, out), blocks, strict=True)
     tree_by_warps[(programs,)](
         *(TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout) for t, block in pairs),
-        out.view(torch.int32), memory, down, across, x.shape[1] // count // WARPS.BK,
-        COUNT=count, BY_INPUTS=by_inputs, SHARED=SHARED, STAGES=WARPS.num_stages, GROUP=8, num_warps=WARPS.num_warps,
+        memory, down, across, x.shape[1] // count // WARPS.BK,
+        COUNT=count, BY_INPUTS=by_inputs, STAGES=WARPS.num_stages, GROUP=8, num_warps=WARPS.num_warps,
     )  # fmt: skip
     return out
 

@@ -11,13 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch, column_sum
+from dtgpt.ops.kernels.gelu_kernels import bias_gelu_backward, bias_gelu_forward
 from dtgpt.ops.kernels.norm_kernels import norm_forward, norm_gradients
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.tree import Share
 
 ROWS = 32  # of a group, at most
+LAYER_NORM = ColumnLaunch(rows=2, width=8, occupancy=0, stages=3)  # a program for each group
 FOLD = 16, 64  # groups and columns of a tile of the second stage
 BLOCK = 512  # columns of a tile of the tree
+BLOCKS = 2  # of columns, with which programs that go through all rows fill a GPU, however many there are
 
 
 @triton.jit
@@ -152,8 +156,9 @@ class NormInPieces(torch.autograd.Function):
         like = d_total if d_normed is None else d_normed
         of_group = rows_of_group(like.shape[1] // share.number)
         dx, d_branch, partials = norm_gradients(
-            d_normed, d_total, total, mean, rstd, weight, branch_bias, key, ctx.p, ctx.start, of_group=of_group
-        )
+            d_normed, d_total, total, mean, rstd, weight, branch_bias, key, ctx.p, ctx.start,
+            None if mean is None else LAYER_NORM, of_group,
+        )  # fmt: skip
         dx = d_total if dx is None else dx
         vectors = weight, weight if ctx.has_bias else None, branch_bias
         made: list[Tensor | None] = [None] * 3
@@ -163,3 +168,23 @@ class NormInPieces(torch.autograd.Function):
             made = [None if vector is None else next(sums) for vector in vectors]
         d_branch = (dx if d_branch is None else d_branch) if ctx.has_branch else None
         return dx, d_branch, made[2], made[0], made[1], *[None] * 5
+
+
+class ActivatedInPieces(torch.autograd.Function):
+    """gelu_tanh(x + bias), or relu(x + bias)^2, of columns whose sums over the rows do not depend on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, relu2: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.relu2 = relu2
+        return bias_gelu_forward(x, bias, relu2=relu2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, bias = ctx.saved_tensors
+        return *bias_gelu_backward(grads[0], x, bias, relu2=ctx.relu2, blocks=BLOCKS), None
+
+
+def column_sums(x: Tensor, count: int) -> Tensor:
+    """Return what `dtgpt.parallel.exact_tp.products.COLUMN_SUMS` does."""
+    return column_sum(x, dtype=torch.float32, blocks=BLOCKS)

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.activations import bias_gelu, local_bias
-from dtgpt.ops.kernels.devices import may_fuse
-from dtgpt.ops.more_activations import bias_relu2
+from dtgpt.ops.activations import local_bias
 from dtgpt.ops.norms import NORM_AND_PASS, RESIDUAL, RESIDUAL_NORM, RowSums
 from dtgpt.ops.operation import Operation
 from dtgpt.ops.rotary_positions import ROTARY_QKV, angles_of, rotate, split_heads, table_of
@@ -45,18 +43,11 @@ class PiecewiseRows(RowSums):
         return NORM_IN_PIECES(x, branch, branch_bias, weight, bias, *rest, self.positions)
 
     def activated(self, activation: Callable[..., Tensor], width: int, x: Tensor, *bias: Tensor) -> Tensor:
-        """Return activation(x, *bias). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
-        tensor by other instructions than the rest."""
+        """Return activation(x, *bias)."""
         count = self.share(width).number
-        if activation in ORDERED and may_fuse(x):
-            return activation(x, *bias)
         if bias:
-            own = local_bias(x, *bias)
-            x, bias = _Shifted.apply(x, own, partial(_sum_columns, count)), (own.detach(),)
-        if not x.is_cpu:
-            return activation(x, *bias)
-        parts = zip(*(map(aligned, each.chunk(count, -1)) for each in (x, *bias)), strict=True)
-        return torch.cat([aligned(activation(*part)) for part in parts], dim=-1)
+            return ACTIVATED(x, local_bias(x, *bias), activation, count)
+        return _in_columns(activation, count, x)
 
     def rotary_qkv(
         self,
@@ -97,7 +88,24 @@ def _norm(
 # x, branch or None, its bias, the weight of a norm or None, its bias, eps, key, p, start, share: what `RESIDUAL`,
 # `NORM_AND_PASS` or `RESIDUAL_NORM` returns, the sum and its norm, with gradients of the vectors summed in pieces.
 NORM_IN_PIECES = Operation("norm_in_pieces", _norm, "x + dropout(branch + bias), and its norm")
-ORDERED = bias_gelu, bias_relu2  # whose kernels sum the gradient of a column in an order of its own
+
+
+def _activated(x: Tensor, bias: Tensor, activation: Callable[..., Tensor], count: int) -> Tensor:
+    x = _Shifted.apply(x, bias, partial(_sum_columns, count))
+    return _in_columns(activation, count, x, bias.detach())
+
+
+def _in_columns(activation: Callable[..., Tensor], count: int, *given: Tensor) -> Tensor:
+    """Return activation(*given). On a CPU in pieces of the columns: there PyTorch computes the last elements of a
+    tensor by other instructions than the rest."""
+    if not given[0].is_cpu:
+        return activation(*given)
+    parts = zip(*(map(aligned, each.chunk(count, -1)) for each in given), strict=True)
+    return torch.cat([aligned(activation(*part)) for part in parts], dim=-1)
+
+
+# x `[.., N]`, bias, an activation of their sum, count: its result; the gradient of the bias is made in pieces of N.
+ACTIVATED = Operation("activated_in_pieces", _activated, "f(x + bias)")
 
 
 def _piece_sums(dy: Tensor, x: Tensor | None, count: int, eps: float, centred: bool) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import bias_gelu
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, may_fuse, why_below
 from dtgpt.ops.linear import linear
+from dtgpt.ops.more_activations import bias_relu2
 from dtgpt.ops.operation import Kernel
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.rows import length_of_piece
@@ -89,12 +91,6 @@ def _column_tiles(x: Tensor, count: int) -> bool:
     return _sums(x) and of_piece % COLUMNS_OF_TILE == 0 and of_piece >= FEWEST
 
 
-def _column_sums(x: Tensor, count: int) -> Tensor:
-    from dtgpt.ops.kernels.column_kernels import column_sum
-
-    return column_sum(x, dtype=torch.float32)
-
-
 def _row_groups(dy: Tensor, x: Tensor | None, count: int, *_: Any) -> bool:
     return _sums(dy) and length_of_piece(dy, count) % 8 == 0
 
@@ -145,7 +141,18 @@ WEIGHT_GRADIENT = (
     Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
 )
 COLUMN_SUMS = (
-    by_triton(_column_sums, _column_tiles, f"pieces of {COLUMNS_OF_TILE} k columns, {FEWEST} of them at least"),
+    by_triton(
+        lambda *x: row_kernels().column_sums(*x),
+        _column_tiles,
+        f"pieces of {COLUMNS_OF_TILE} k columns, {FEWEST} of them at least",
+    ),
+)
+ACTIVATED = (
+    by_triton(
+        lambda x, bias, activation, count: row_kernels().ActivatedInPieces.apply(x, bias, activation is bias_relu2),
+        lambda x, bias, activation, count: may_fuse(x) and activation in (bias_gelu, bias_relu2),
+        "on GPUs, gelu_tanh and relu2",
+    ),
 )
 POSITIONS = "pieces of 8 k positions"
 PIECE_SUMS = (by_triton(lambda *x: row_kernels().piece_sums(*x), _row_groups, POSITIONS),)

@@ -40,14 +40,19 @@ def _added(left, right):
 
 
 @gluon.jit
-def _write(out, node, row, column, columns):
-    """Write a node to out int32 `[M, columns / 2]`."""
+def _write(out, node, place, row, column):
+    """Let the copy engine write a node to out bf16 `[M, N]`, by way of its place in shared memory."""
     node = gl.permute(gl.reshape(node, (COLUMNS // 16, 4, 8, 4, 2, 2)), (1, 5, 2, 0, 4, 3))
     node = gl.reshape(node, (ROWS, COLUMNS // 2))
-    layout: gl.constexpr = node.type.layout
-    r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    c = column // 2 + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, layout))
-    gl.store(out + r.to(gl.int64)[:, None] * (columns // 2) + c[None, :], node)
+    a, b = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [node], (gl.bfloat16, gl.bfloat16), True, 1)
+    numbers = gl.convert_layout(gl.reshape(gl.join(a, b), (ROWS, COLUMNS)), SUMS)
+    place = place._reinterpret(gl.bfloat16, [ROWS, COLUMNS], out.layout)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    place.store(numbers)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, [row, column], place)
 
 
 @gluon.jit
@@ -90,13 +95,13 @@ def _load(x, w, xs, ws, full, empty, down, across, steps, BY_INPUTS: gl.constexp
 @gluon.jit
 def _add(
     PART: gl.constexpr, xs, ws, full, empty, kept, out, memory, down, across, steps,
-    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr,
+    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Compute the rows of the group PART of all tiles of a program; `steps` of a piece."""
     STAGES: gl.constexpr = full.shape[0]
     total = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
     waiting = gl.zeros([NODE], gl.int32, FLAT)
-    memory += (gl.program_id(0) * 2 + PART) * (2 * NODE)
+    memory += (gl.program_id(0) * 2 + PART) * NODE
     at = gl.arange(0, NODE, layout=FLAT)
     slot = 0
     phase = 0
@@ -123,34 +128,35 @@ def _add(
                 if COUNT > 1:
                     made = _added(waiting, made)
                 if piece % 4 == 3:
-                    made = _added(kept.index(PART).load(FLAT) if SHARED else gl.load(memory + at), made)
+                    made = _added(kept.index(PART).load(FLAT), made)
                 if piece == 7:
-                    made = _added(gl.load(memory + NODE + at), made)
+                    made = _added(gl.load(memory + at), made)
                 if piece == COUNT - 1:
-                    _write(out, made, row + PART * ROWS, column, across * COLUMNS)
+                    _write(out, made, kept.index(PART), row + PART * ROWS, column)
                 elif piece % 4 == 1:
-                    if SHARED:
-                        kept.index(PART).store(made)
-                    else:
-                        gl.store(memory + at, made)
+                    if piece == 1:  # what was written of the last tile has left its place
+                        tma.store_wait(0)
+                        gl.thread_barrier()
+                    kept.index(PART).store(made)
                 else:
-                    gl.store(memory + NODE + at, made)
+                    gl.store(memory + at, made)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def tree_by_warps(
     x, w, out, memory, down, across, steps,
-    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    COUNT: gl.constexpr, BY_INPUTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write tiles of the sum of COUNT pieces of K, `steps` of 64 each: arguments are those of `kernels.tree_kernel`,
-    but for out int32 `[M, N / 2]`. x is read in blocks `[64, 64]`, w `[256, 64]` or `[64, 256]`. SHARED: nodes of two
-    pieces wait in shared memory, else in `memory`, too."""
+    but that `memory` has one node of each group. x is read in blocks `[64, 64]`, w `[256, 64]` or `[64, 256]`, and out
+    is written in blocks `[64, 256]`."""
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS, TERMS], x.layout)
     if BY_INPUTS:
         ws = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, TERMS], w.layout)
     else:
         ws = gl.allocate_shared_memory(w.dtype, [STAGES, TERMS, COLUMNS], w.layout)
-    kept = gl.allocate_shared_memory(gl.int32, [2 if SHARED else 1, NODE if SHARED else 128], KEPT)
+    kept = gl.allocate_shared_memory(gl.int32, [2, NODE], KEPT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -159,8 +165,8 @@ def tree_by_warps(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_add, (0, xs, ws, full, empty, kept, out, memory, down, across, steps, COUNT, BY_INPUTS, SHARED, GROUP)),
-            (_add, (1, xs, ws, full, empty, kept, out, memory, down, across, steps, COUNT, BY_INPUTS, SHARED, GROUP)),
+            (_add, (0, xs, ws, full, empty, kept, out, memory, down, across, steps, COUNT, BY_INPUTS, GROUP)),
+            (_add, (1, xs, ws, full, empty, kept, out, memory, down, across, steps, COUNT, BY_INPUTS, GROUP)),
             (_load, (x, w, xs, ws, full, empty, down, across, steps * COUNT, BY_INPUTS, GROUP)),
         ],
         [4, 1],
