@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import swiglu
 from dtgpt.ops.experts import routing, rows
+from dtgpt.ops.experts.inner import INNER
 from dtgpt.ops.experts.products import grouped_linear, grouped_product, masked_product
 from dtgpt.ops.experts.routing import Routing, choose, ranked, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
@@ -421,3 +423,56 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it():
         alone = sorted_rows(experts[token : token + 1], count)
         rows = gathered(x[token : token + 1], alone)
         assert torch.equal(grouped_product(rows, weight, alone.ends)[alone.places][0], whole[token])
+
+
+def check_inner(device: str, dtype: torch.dtype, kernels, tolerance: float) -> None:
+    """Rows, products and activation of the kernel are those of operations one after the other."""
+    tokens, width, columns, count, chosen = 150, 128, 384, 5, 3
+    x, weight = (numbers(*shape).to(device, dtype) for shape in ((tokens, width), (count, columns, width)))
+    order = sorted_rows(ranked(numbers(tokens, count).to(device, torch.float32), chosen), count)
+    rows, pairs, inner = kernels.inner_of(x, order.tokens, weight, order.ends, True)
+    assert (
+        torch.equal(rows, x[order.tokens]) and kernels.inner_of(x, order.tokens, weight, order.ends, False)[0] is None
+    )
+    expected = grouped_product(rows, weight, order.ends)
+    torch.testing.assert_close(pairs, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(inner, swiglu(expected), rtol=tolerance, atol=tolerance)
+
+
+INNER_INTERPRETED = """
+import torch
+from dtgpt.ops.kernels import inner_kernels
+from tests.ops.test_experts import check_inner
+from tests.support.interpreter import let_kernels_loop
+
+let_kernels_loop()
+check_inner("cpu", torch.float32, inner_kernels, 1e-4)
+"""
+
+
+@needs_triton
+def test_a_product_that_gathers_has_the_results_of_operations_one_after_the_other_in_the_interpreter():
+    run_interpreted(INNER_INTERPRETED)
+
+
+@pytest.mark.cuda
+def test_a_product_that_gathers_has_the_bits_of_operations_one_after_the_other():
+    from dtgpt.ops.kernels import inner_kernels
+
+    check_inner("cuda", torch.bfloat16, inner_kernels, 0.0)
+    order = sorted_rows(ranked(numbers(190, 6).cuda().float(), 3), 6)
+    leaves = [numbers(*shape, dtype=torch.bfloat16).cuda().requires_grad_() for shape in ((190, 256), (6, 768, 256))]
+    results = []
+    for operation in (INNER, INNER.definition):
+        made = operation(leaves[0], leaves[1], None, order, "silu")
+        results.append([made, *torch.autograd.grad(made, leaves, torch.ones_like(made))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_logits_of_a_16_bit_router_are_sums_in_fp32_whatever_rows_are_beside(device):
+    x, weight = (numbers(rows, 256, seed=rows, dtype=torch.bfloat16).to(device) for rows in (600, 8))
+    logits = router_logits(x, weight, None)
+    assert logits.dtype == torch.float32 and relative(logits, x.to(WIDE) @ weight.to(WIDE).t()) < 1e-6
+    for few in (1, 7, 64, 300) if device == "cuda" else ():
+        assert torch.equal(router_logits(x[:few], weight, None), logits[:few])

@@ -25,6 +25,7 @@ CAPABILITY = Capability(
         "swiglu": "dtgpt.ops.kernels.pointwise:SWIGLU",
         "gated": "dtgpt.ops.kernels.pointwise:GATED",
         "choice": "dtgpt.ops.kernels.decode.experts:CHOICE",
+        "expert_inner": "dtgpt.ops.kernels.experts:INNER",
         "expert_sums": "dtgpt.ops.kernels.decode.experts:SUMS",
         "wide_product": "dtgpt.ops.kernels.experts:WIDE_PRODUCT",
         "ranked": "dtgpt.ops.kernels.experts:RANKED",

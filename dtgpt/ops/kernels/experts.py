@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.experts.products import masked_product, outer_op, product_op
-from dtgpt.ops.experts.rows import Order
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
+from dtgpt.ops.experts.products import filler, grouped_product, masked_product, outer_op, outer_or_fill, product_op
+from dtgpt.ops.experts.rows import Order, sum_of_rows
+from dtgpt.ops.kernels.devices import (
+    by_triton,
+    has_hopper,
+    has_triton,
+    may_fuse,
+    takes_custom_op,
+    why_below,
+    why_no_triton,
+)
+from dtgpt.ops.kernels.pointwise import swiglu_backward
 from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 from dtgpt.util.torch_private import is_dtensor
@@ -98,6 +107,50 @@ ADD_OUTER = (
         lambda *given: outer_kernels().add_outer(*given),
         lambda device: why_no_triton(device) or why_below(HOPPER, device),
         "in bf16, of widths that are multiples of 128",
+    ),
+)
+
+
+class _Inner(torch.autograd.Function):
+    """The rows of tokens by first matrices, and SwiGLU of them; backward keeps the rows and what the function is of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, order: Order) -> Tensor:
+        rows, pairs, inner = inner_kernels().inner_of(x, order.tokens, weight, order.ends, ctx.needs_input_grad[1])
+        ctx.save_for_backward(rows, pairs, weight, order.places, order.ends)
+        ctx.fill = filler(weight)
+        return inner
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        rows, pairs, weight, places, ends = ctx.saved_tensors
+        dpairs = swiglu_backward(grad, pairs)
+        dx = sum_of_rows(grouped_product(dpairs, weight.mT, ends), places) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None
+        return dx, outer_or_fill(dpairs, rows, ends, ctx.fill), None
+
+
+def inner_kernels():
+    from dtgpt.ops.kernels import inner_kernels  # imported on first use, since it needs Triton
+
+    return inner_kernels
+
+
+def _makes_inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, activation: str) -> bool:
+    if x.dtype != torch.bfloat16 or bias is not None or activation != "silu" or not may_fuse(x) or not len(x):
+        return False
+    _, columns, width = weight.shape
+    return has_hopper(x.device) and not torch.compiler.is_compiling() and inner_kernels().serves(width, columns)
+
+
+INNER = (
+    Kernel(
+        "Triton",
+        _makes_inner,
+        lambda x, weight, bias, order, activation: _Inner.apply(x, weight, order),
+        lambda device: why_no_triton(device) or why_below(HOPPER, device),
+        "SwiGLU in bf16, without biases, of widths that are multiples of 128",
     ),
 )
 
