@@ -18,7 +18,7 @@ ROWS, COLUMNS, TERMS = 128, 128, 64  # of a tile, and rows of experts at a time
 
 @triton.jit
 def add_outer_kernel(
-    dy, x, total, dy_at, x_at, total_at, ends, N, K, down,
+    dy, x, total, dy_at, x_at, ends, N, K, down,
     FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
     """Set a tile of an expert's total, fp32 `[E N, K]`, to that of dy^T x where it is FIRST, else add it: over the
@@ -58,7 +58,7 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
     down = height // ROWS
     add_outer_kernel[(down * (width // COLUMNS), len(ends))](
         _described(dy, TERMS, ROWS), _described(x, TERMS, COLUMNS), _described(total.view(-1, width), ROWS, COLUMNS),
-        dy, x, total, ends, height, width, down,
+        dy, x, ends, height, width, down,
         FIRST=first, BM=ROWS, BN=COLUMNS, BK=TERMS, ENGINE=PTX.value, num_warps=4, num_stages=3,
     )  # fmt: skip
 
