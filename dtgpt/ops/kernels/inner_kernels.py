@@ -70,8 +70,8 @@ def inner_kernel(
             known = (own < BM) & (copied < end)
             source = tl.load(tokens + copied, known, 0)[:, None] * K
             for k in range(0, K, PIECE):
-                place = (k + tl.arange(0, PIECE))[None, :]
-                tl.store(rows + copied[:, None] * K + place, tl.load(x + source + place), known[:, None])
+                columns = (k + tl.arange(0, PIECE))[None, :]
+                tl.store(rows + copied[:, None] * K + columns, tl.load(x + source + columns), known[:, None])
 
 
 def serves(width: int, columns: int) -> bool:

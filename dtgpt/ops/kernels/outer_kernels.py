@@ -32,9 +32,10 @@ def add_outer_kernel(
     for m in range(begin, whole, BK):
         made = tl.dot(dy.load([m, row]).T, x.load([m, column]), made)
     if whole < end:
-        m = (whole + tl.arange(0, BK)).to(tl.int64)[:, None]
-        left = tl.load(dy_at + m * N + (row + tl.arange(0, BM))[None, :], m < end, 0.0)
-        made = tl.dot(left.T, tl.load(x_at + m * K + (column + tl.arange(0, BN))[None, :], m < end, 0.0), made)
+        last = (whole + tl.arange(0, BK)).to(tl.int64)[:, None]
+        left = tl.load(dy_at + last * N + (row + tl.arange(0, BM))[None, :], last < end, 0.0)
+        right = tl.load(x_at + last * K + (column + tl.arange(0, BN))[None, :], last < end, 0.0)
+        made = tl.dot(left.T, right, made)
     made = made.to(x_at.dtype.element_ty).to(tl.float32)
     above = expert * N + row
     if FIRST:
