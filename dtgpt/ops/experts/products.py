@@ -94,21 +94,23 @@ def outer_or_fill(dy: Tensor, x: Tensor, ends: Tensor, fill: Filler | None) -> T
     return None
 
 
-class _Filling(torch.autograd.Function):
-    """A product that adds the gradient of its weight to a total."""
+class Product(torch.autograd.Function):
+    """A product by `multiply`, whose gradients are products as well; that of its weight is handed to `fill`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fill: Filler) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fill: Filler | None, multiply: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.fill = fill
-        return grouped_product(x, weight, ends)
+        return multiply(x, weight, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, ends = ctx.saved_tensors
         dx = grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
-        outer_or_fill(grad, x, ends, ctx.fill)
-        return dx, None, None, None
+        dweight = outer_or_fill(grad, x, ends, ctx.fill) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None, None
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -139,7 +141,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor,
     compiles = torch.compiler.is_compiling()
     fill = None if compiles or not torch.is_grad_enabled() else filler(weight)
     if fill is not None:
-        made = _Filling.apply(x, weight, ends, fill)
+        made = Product.apply(x, weight, ends, fill, grouped_product)
     else:
         made = product_op(x, weight, ends) if x.is_cpu and compiles else grouped_product(x, weight, ends)
     if bias is None:

@@ -27,6 +27,7 @@ CAPABILITY = Capability(
         "choice": "dtgpt.ops.kernels.decode.experts:CHOICE",
         "expert_inner": "dtgpt.ops.kernels.experts:INNER",
         "expert_sums": "dtgpt.ops.kernels.decode.experts:SUMS",
+        "wide_product_gradients": "dtgpt.ops.kernels.experts:WIDE_PRODUCT_GRADIENTS",
         "wide_product": "dtgpt.ops.kernels.experts:WIDE_PRODUCT",
         "ranked": "dtgpt.ops.kernels.experts:RANKED",
         "sorted_rows": "dtgpt.ops.kernels.experts:SORTED_ROWS",

@@ -1,8 +1,8 @@
 """What serves products of experts' rows, the sums of a token's rows, and their order.
 
-In bf16 on Hopper GPUs the products are PyTorch's own `_grouped_mm`, of which autograd knows the gradients; elsewhere a
-Triton kernel each way. Both sum K in one chain, so that a row's bits do not depend on the rows beside it, and gradients
-of weights sum an expert's rows in their order.
+In bf16 on Hopper GPUs the products are a kernel's that computes whole tiles, or PyTorch's own `_grouped_mm`, of which
+autograd knows the gradients; elsewhere a Triton kernel each way. All sum K in one chain, so that a row's bits do not
+depend on the rows beside it, and gradients of weights sum an expert's rows in their order.
 """
 
 from typing import Any
@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.experts.products import filler, grouped_product, masked_product, outer_op, outer_or_fill, product_op
-from dtgpt.ops.experts.rows import Order, sum_of_rows
+from dtgpt.ops.experts.products import (
+    Product,
+    filler,
+    grouped_product,
+    masked_product,
+    outer_op,
+    outer_or_fill,
+    product_op,
+)
+from dtgpt.ops.experts.rows import Order, spread_rows, sum_of_rows
 from dtgpt.ops.kernels.devices import (
     by_triton,
     has_hopper,
@@ -58,7 +66,36 @@ def _why_no_grouped_mm(device: torch.device) -> str | None:
     return why_below(HOPPER, device)
 
 
+def grouped_kernels():
+    from dtgpt.ops.kernels import grouped_kernels  # imported on first use, since it needs Triton
+
+    return grouped_kernels
+
+
+def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor, rows: int | None = None) -> bool:
+    known = x.dtype == weight.dtype == torch.bfloat16 and may_fuse(x) and has_hopper(x.device)
+    number = len(x) if rows is None else rows
+    return known and not torch.compiler.is_compiling() and grouped_kernels().serves(number, weight)
+
+
+def _by_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return Product.apply(x, weight, ends, None, _by_tiles)
+    return grouped_kernels().grouped_product(x, weight, ends)[0]
+
+
+def _why_no_tiles(device: torch.device) -> str | None:
+    return why_no_triton(device) or why_below(HOPPER, device)
+
+
 GROUPED_PRODUCT = (
+    Kernel(
+        "Triton by whole tiles",
+        _takes_tiles,
+        _by_tiles,
+        _why_no_tiles,
+        "in bf16, 64 rows an expert and more, K a multiple of 64 and N of 128; not compiled",
+    ),
     Kernel(
         "PyTorch's _grouped_mm",
         _takes_grouped_mm,
@@ -105,7 +142,7 @@ ADD_OUTER = (
         "Triton",
         _adds_outer,
         lambda *given: outer_kernels().add_outer(*given),
-        lambda device: why_no_triton(device) or why_below(HOPPER, device),
+        _why_no_tiles,
         "in bf16, of widths that are multiples of 128",
     ),
 )
@@ -116,7 +153,8 @@ class _Inner(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, order: Order) -> Tensor:
-        rows, pairs, inner = inner_kernels().inner_of(x, order.tokens, weight, order.ends, ctx.needs_input_grad[1])
+        rows = spread_rows(x.contiguous(), order.places, order.tokens)
+        pairs, inner = grouped_kernels().grouped_product(rows, weight, order.ends, activate=True)
         ctx.save_for_backward(rows, pairs, weight, order.places, order.ends)
         ctx.fill = filler(weight)
         return inner
@@ -126,31 +164,20 @@ class _Inner(torch.autograd.Function):
         rows, pairs, weight, places, ends = ctx.saved_tensors
         dpairs = swiglu_backward(grad, pairs)
         dx = sum_of_rows(grouped_product(dpairs, weight.mT, ends), places) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None
-        return dx, outer_or_fill(dpairs, rows, ends, ctx.fill), None
-
-
-def inner_kernels():
-    from dtgpt.ops.kernels import inner_kernels  # imported on first use, since it needs Triton
-
-    return inner_kernels
+        return dx, outer_or_fill(dpairs, rows, ends, ctx.fill) if ctx.needs_input_grad[1] else None, None
 
 
 def _makes_inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, activation: str) -> bool:
-    if x.dtype != torch.bfloat16 or bias is not None or activation != "silu" or not may_fuse(x) or not len(x):
-        return False
-    _, columns, width = weight.shape
-    return has_hopper(x.device) and not torch.compiler.is_compiling() and inner_kernels().serves(width, columns)
+    return bias is None and activation == "silu" and _takes_tiles(x, weight, order.ends, len(order.tokens))
 
 
 INNER = (
     Kernel(
-        "Triton",
+        "Triton, behind rows of tokens",
         _makes_inner,
         lambda x, weight, bias, order, activation: _Inner.apply(x, weight, order),
-        lambda device: why_no_triton(device) or why_below(HOPPER, device),
-        "SwiGLU in bf16, without biases, of widths that are multiples of 128",
+        _why_no_tiles,
+        "SwiGLU without biases, of what Triton by whole tiles takes",
     ),
 )
 
@@ -174,6 +201,37 @@ def _takes_wide_product(x: Tensor, weight: Tensor) -> bool:
 
 
 WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits, by tensor cores, which add in fp32"),)
+
+
+def _gradients_by_parts(
+    grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the gradient in three parts of 8 bits each, which bf16 holds exactly, and add the products in fp32."""
+    rest, parts = grad.flatten(0, -2), []
+    for _ in range(3):
+        parts.append(rest.to(x.dtype))
+        rest = rest - parts[-1]
+    joined = torch.cat(parts, 1)
+    dx = (joined @ weight.repeat(3, 1)).view_as(x) if wants_x else None
+    if not wants_weight:
+        return dx, None
+    sums = torch.mm(joined.t(), x.flatten(0, -2), out_dtype=torch.float32)
+    return dx, sums.view(3, *weight.shape).sum(0).to(weight.dtype)
+
+
+def _takes_parts(grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool) -> bool:
+    return grad.is_cuda and grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
+
+
+WIDE_PRODUCT_GRADIENTS = (
+    Kernel(
+        "PyTorch, of three 16-bit parts of the gradient",
+        _takes_parts,
+        _gradients_by_parts,
+        lambda device: None if device.type == "cuda" else "it runs on GPUs",
+        "of x and w in bf16, by tensor cores, which add in fp32",
+    ),
+)
 
 
 def _sums(x: Tensor, *_: Any) -> bool:

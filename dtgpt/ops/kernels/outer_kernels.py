@@ -6,6 +6,8 @@ rows are another expert's. It adds a tile to the total in memory as well, so tha
 one chain over the rows, in their order, rounded to the rows' type: the bits of a product that writes its result.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +15,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dtgpt.ops.kernels.machine import PTX
 
-ROWS, COLUMNS, TERMS = 128, 128, 64  # of a tile, and rows of experts at a time
+TERMS = 64  # rows of an expert at a time
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, and compile options."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+WIDE, NARROW = Tile(128, 256, 8, 4), Tile(128, 128, 4, 3)
 
 
 @triton.jit
@@ -48,7 +62,7 @@ def add_outer_kernel(
 
 def serves(height: int, width: int) -> bool:
     """Return whether matrices of this shape are whole tiles."""
-    return height % ROWS == width % COLUMNS == 0
+    return height % NARROW.BM == width % NARROW.BN == 0
 
 
 def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> None:
@@ -56,11 +70,13 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
     them."""
     dy, x = dy.contiguous(), x.contiguous()
     height, width = dy.shape[1], x.shape[1]
-    down = height // ROWS
-    add_outer_kernel[(down * (width // COLUMNS), len(ends))](
-        _described(dy, TERMS, ROWS), _described(x, TERMS, COLUMNS), _described(total.view(-1, width), ROWS, COLUMNS),
+    tile = WIDE if width % WIDE.BN == 0 else NARROW
+    down = height // tile.BM
+    add_outer_kernel[(down * (width // tile.BN), len(ends))](
+        _described(dy, TERMS, tile.BM), _described(x, TERMS, tile.BN), _described(total.view(-1, width), *tile[:2]),
         dy, x, ends, height, width, down,
-        FIRST=first, BM=ROWS, BN=COLUMNS, BK=TERMS, ENGINE=PTX.value, num_warps=4, num_stages=3,
+        FIRST=first, BM=tile.BM, BN=tile.BN, BK=TERMS, ENGINE=PTX.value,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
