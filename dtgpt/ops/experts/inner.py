@@ -18,4 +18,4 @@ def _inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, activat
 
 # x, weight, bias, order, activation: f(gate) up `[M, F]` of the rows that an order has of tokens x `[N, H]`, by a stack
 # `[E, 2 F, H]`, biases `[E, 2 F]` or None, and a name of a gate's.
-INNER = Operation("expert_inner", _inner, "f(gate) up of x[tokens[r]] w[e]^T for the rows r of each expert e")
+INNER = Operation("expert_inner", _inner, "f(gate) up of grouped_product")

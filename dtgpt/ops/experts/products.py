@@ -71,7 +71,7 @@ def _add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) 
 
 # dy, x, ends, total fp32 [E, out, in], first: the same, rounded to the type of x; total is set to it first, later the
 # sum of both.
-ADD_OUTER = Operation("add_outer", _add_outer, "total += the sum over the rows r of each expert of dy[r] x[r]^T")
+ADD_OUTER = Operation("add_outer", _add_outer, "total += what grouped_outer returns")
 Fill = Callable[[Tensor, bool], None]  # of a total, and whether to set it, which otherwise is added to
 Filler = Callable[[Fill], None]
 

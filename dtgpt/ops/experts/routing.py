@@ -45,7 +45,7 @@ def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 # x [.., H], weight [E, H]: x w^T in fp32 at least, whose bits do not depend on the number of rows.
-wide_product = Operation("wide_product", _wide_product, "x w^T in fp32, of x and w of fewer bits")
+wide_product = Operation("wide_product", _wide_product, "x w^T in fp32")
 
 
 def _wide_product_gradients(
@@ -57,7 +57,7 @@ def _wide_product_gradients(
 
 
 # grad [.., E] of that product, x, weight, and whether to return that of x, and of weight; None in its place.
-wide_product_gradients = Operation("wide_product_gradients", _wide_product_gradients, "dy w and dy^T x of dy in fp32")
+wide_product_gradients = Operation("wide_product_gradients", _wide_product_gradients, "dy w, dy^T x")
 
 
 class _Logits(torch.autograd.Function):

@@ -90,11 +90,11 @@ def _why_no_tiles(device: torch.device) -> str | None:
 
 GROUPED_PRODUCT = (
     Kernel(
-        "Triton by whole tiles",
+        "Triton by tiles",
         _takes_tiles,
         _by_tiles,
         _why_no_tiles,
-        "in bf16, 64 rows an expert and more, K a multiple of 64 and N of 128; not compiled",
+        "bf16, 64 rows an expert, K of 64 k and N of 128 k terms; not compiled",
     ),
     Kernel(
         "PyTorch's _grouped_mm",
@@ -143,7 +143,7 @@ ADD_OUTER = (
         _adds_outer,
         lambda *given: outer_kernels().add_outer(*given),
         _why_no_tiles,
-        "in bf16, of widths that are multiples of 128",
+        "bf16, widths of 128 k",
     ),
 )
 
@@ -173,11 +173,11 @@ def _makes_inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, a
 
 INNER = (
     Kernel(
-        "Triton, behind rows of tokens",
+        "Triton by tiles",
         _makes_inner,
         lambda x, weight, bias, order, activation: _Inner.apply(x, weight, order),
         _why_no_tiles,
-        "SwiGLU without biases, of what Triton by whole tiles takes",
+        "SwiGLU without biases, as grouped_product by tiles",
     ),
 )
 
@@ -200,7 +200,7 @@ def _takes_wide_product(x: Tensor, weight: Tensor) -> bool:
     return narrow and has_triton(x) and not is_dtensor(weight)
 
 
-WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits, by tensor cores, which add in fp32"),)
+WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits"),)
 
 
 def _gradients_by_parts(
@@ -225,11 +225,11 @@ def _takes_parts(grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_w
 
 WIDE_PRODUCT_GRADIENTS = (
     Kernel(
-        "PyTorch, of three 16-bit parts of the gradient",
+        "PyTorch, by 16-bit parts of dy",
         _takes_parts,
         _gradients_by_parts,
         lambda device: None if device.type == "cuda" else "it runs on GPUs",
-        "of x and w in bf16, by tensor cores, which add in fp32",
+        "in bf16",
     ),
 )
 
