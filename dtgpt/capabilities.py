@@ -34,7 +34,6 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.train.unfinished", ()),
     ("dtgpt.liveness", ("dtgpt.run.stops",)),
     ("dtgpt.parallel.narrow_sums", ()),
-    ("dtgpt.parallel.product_sums", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels", "dtgpt.parallel.narrow_sums")),
     ("dtgpt.parallel.recompute", ()),
     ("dtgpt.parallel.compiled", ()),

@@ -98,8 +98,10 @@ class Buckets(Sums):
         kind = next(iter(seams.listed("buckets", self.settings)), Bucket)
         for own in (False, True) if self.settings.plan.own_axes else (False,):  # on every rank, also without such parts
             parts = [part for part in groups if bool(own_axes_of(part[0])) is own]
-            pairs = zip(parts, self._open_sums(mesh, mesh.group("replicate", own), parts), strict=True)
-            self.all += [kind(part, one, passes, self.hooks) for part, one in pairs]
+            self.all += [
+                kind(part, one, passes, self.hooks)
+                for part, one in zip(parts, self._open_sums(mesh, mesh.group("replicate", own), parts), strict=True)
+            ]
 
     def _open_sums(
         self, mesh: Mesh, group: dist.ProcessGroup | None, parts: list[list[nn.Parameter]]

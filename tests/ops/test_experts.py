@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import swiglu
 from dtgpt.ops.experts import routing, rows
-from dtgpt.ops.experts.products import grouped_linear, grouped_product, masked_product
+from dtgpt.ops.experts.inner import INNER
+from dtgpt.ops.experts.products import grouped_linear, grouped_product, grouped_reference, masked_product
 from dtgpt.ops.experts.routing import Routing, choose, ranked, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
 from dtgpt.ops.operation import Operation, split_backward
@@ -421,3 +423,65 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it():
         alone = sorted_rows(experts[token : token + 1], count)
         rows = gathered(x[token : token + 1], alone)
         assert torch.equal(grouped_product(rows, weight, alone.ends)[alone.places][0], whole[token])
+
+
+def check_tiles(device: str, dtype: torch.dtype, kernels, tolerance: float) -> None:
+    """Products by rows of a stack and by its columns, in wide tiles and in narrow ones, and SwiGLU of them. What lies
+    behind the last row may be anything."""
+    ends = torch.tensor([130, 130, 389, 397, 600]).int().to(device)
+    for columns, size in ((256, 128), (384, 64)):
+        x = numbers(610, size, dtype=dtype).to(device)
+        x[600:] = math.nan
+        stack = numbers(5, columns, size, dtype=dtype).to(device)
+        for weight in (stack, stack.mT.contiguous().mT):
+            found, inner = kernels.grouped_product(x, weight, ends, activate=True)
+            assert kernels.grouped_product(x, weight, ends)[1] is None
+            expected = grouped_reference(x, stack, ends)[:600]
+            if device == "cuda":
+                expected = torch._grouped_mm(x[:600], stack.mT, offs=ends)
+            torch.testing.assert_close(found[:600], expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(inner[:600], swiglu(expected), rtol=tolerance, atol=tolerance)
+
+
+TILES_INTERPRETED = """
+import torch
+from dtgpt.ops.kernels import grouped_kernels
+from tests.ops.test_experts import check_tiles
+from tests.support.interpreter import let_kernels_loop
+
+let_kernels_loop()
+check_tiles("cpu", torch.float32, grouped_kernels, 1e-4)
+"""
+
+
+@needs_triton
+def test_products_by_whole_tiles_are_those_of_each_expert_in_the_interpreter():
+    run_interpreted(TILES_INTERPRETED)
+
+
+@pytest.mark.cuda
+def test_products_by_whole_tiles_have_the_bits_of_pytorchs_own():
+    from dtgpt.ops.kernels import grouped_kernels
+
+    check_tiles("cuda", torch.bfloat16, grouped_kernels, 0.0)
+    order = sorted_rows(ranked(numbers(190, 6).cuda().float(), 3), 6)
+    leaves = [numbers(*shape, dtype=torch.bfloat16).cuda().requires_grad_() for shape in ((190, 256), (6, 768, 256))]
+    results = []
+    for operation in (INNER, INNER.definition):
+        made = operation(*leaves, None, order, "silu")
+        results.append([made, *torch.autograd.grad(made, leaves, torch.ones_like(made))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_logits_of_a_16_bit_router_are_sums_in_fp32_whatever_rows_are_beside(device):
+    x, weight = (numbers(rows, 256, seed=rows, dtype=torch.bfloat16).to(device) for rows in (600, 8))
+    logits = router_logits(x, weight, None)
+    assert logits.dtype == torch.float32 and relative(logits, x.to(WIDE) @ weight.to(WIDE).t()) < 1e-6
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    towards = numbers(600, 8, seed=5, dtype=torch.float32).to(device)
+    expected = towards.to(WIDE) @ weight.detach().to(WIDE), towards.to(WIDE).t() @ x.detach().to(WIDE)
+    found = torch.autograd.grad(router_logits(*leaves, None), leaves, towards)
+    assert [relative(*pair) < 3e-3 for pair in zip(found, expected, strict=True)] == [True] * 2
+    for few in (1, 7, 64, 300) if device == "cuda" else ():
+        assert torch.equal(router_logits(x[:few], weight, None), logits[:few])

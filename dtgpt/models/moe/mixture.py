@@ -15,11 +15,12 @@ from dtgpt.models.layers import Branch, DeferredBiasLinear, Linear, mlp
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts import few
+from dtgpt.ops.experts.inner import INNER
 from dtgpt.ops.experts.products import Groups
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
 from dtgpt.ops.local_tensors import local
-from dtgpt.ops.norms import row_sums
+from dtgpt.ops.norms import RowSums, row_sums
 
 
 class Balance(Protocol):
@@ -135,8 +136,16 @@ class Experts(nn.Module):
         if run is None and plain and not torch.is_grad_enabled():
             return few.SUMS(x, choice, *self.gate_up.held(x), *self.down.held(x), self.activation_name)
         order = sorted_rows(choice.experts, self.count)
-        made = (run or self.products)(gathered(x, order), order.ends)
+        if run is None and plain and x.is_cuda and self._is_whole():
+            inner = INNER(x, *self.gate_up.held(x), order, self.activation_name)
+            made = self.down(inner, order.ends)
+        else:
+            made = (run or self.products)(gathered(x, order), order.ends)
         return summed(made, choice.weights, order)
+
+    def _is_whole(self) -> bool:
+        """Return whether nobody asks for what is between rows, products and activation: a kernel may have all three."""
+        return type(row_sums()) is RowSums and not self.gate_up._forward_hooks
 
     def products(self, rows: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
         """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert.

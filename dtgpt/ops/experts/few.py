@@ -6,10 +6,10 @@ Sharding rule: tokens may be sharded, and F, each rank then has an addend of the
 
 from torch import Tensor
 
+from dtgpt.ops.experts.inner import INNER
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, Routing, choose, router_logits, weigh
-from dtgpt.ops.experts.rows import Order, gathered, sorted_rows, summed
-from dtgpt.ops.more_activations import GATED
+from dtgpt.ops.experts.rows import Order, sorted_rows, summed
 from dtgpt.ops.operation import Operation
 
 
@@ -29,8 +29,7 @@ def results_of(
     activation: str,
 ) -> Tensor:
     """Return what the experts make of tokens x `[N, H]`, rows `[M, H]` in their order."""
-    inner = GATED[activation](grouped_linear(gathered(x, order), first, first_bias, order.ends))  # type: ignore[index]
-    return grouped_linear(inner, second, second_bias, order.ends)
+    return grouped_linear(INNER(x, first, first_bias, order, activation), second, second_bias, order.ends)
 
 
 def _sums(

@@ -71,30 +71,46 @@ def _add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) 
 
 # dy, x, ends, total fp32 [E, out, in], first: the same, rounded to the type of x; total is set to it first, later the
 # sum of both.
-ADD_OUTER = Operation("add_outer", _add_outer, "total += the sum over the rows r of each expert of dy[r] x[r]^T")
+ADD_OUTER = Operation("add_outer", _add_outer, "total += what grouped_outer returns")
 Fill = Callable[[Tensor, bool], None]  # of a total, and whether to set it, which otherwise is added to
+Filler = Callable[[Fill], None]
 
 
-def fill_total(weight: Tensor, fill: Callable[[Fill], None]) -> None:
+def fill_total(weight: Tensor, fill: Filler) -> None:
     """Let products with a stack of matrices hand `fill` what adds their gradient to a total, and leave none."""
     weight.fill = fill  # type: ignore[attr-defined]
 
 
-class _Filling(torch.autograd.Function):
-    """A product that adds the gradient of its weight to a total."""
+def filler(weight: Tensor) -> Filler | None:
+    """Return what a product with the stack hands its gradient to; None: to autograd."""
+    return getattr(weight, "fill", None)
+
+
+def outer_or_fill(dy: Tensor, x: Tensor, ends: Tensor, fill: Filler | None) -> Tensor | None:
+    """Return the gradient of a stack; with `fill` it gets what adds it to a total, and there is none."""
+    if fill is None:
+        return grouped_outer(dy, x, ends)
+    fill(lambda total, first: ADD_OUTER(dy, x, ends, total, first))
+    return None
+
+
+class Product(torch.autograd.Function):
+    """A product by `multiply`, whose gradients are products as well; that of its weight is handed to `fill`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fill: Callable[[Fill], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fill: Filler | None, multiply: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.fill = fill
-        return grouped_product(x, weight, ends)
+        return multiply(x, weight, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, ends = ctx.saved_tensors
         dx = grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
-        ctx.fill(lambda total, first: ADD_OUTER(grad, x, ends, total, first))
-        return dx, None, None, None
+        dweight = outer_or_fill(grad, x, ends, ctx.fill) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None, None
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -123,9 +139,9 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor,
             "be [M, in], [E, out, in] and [E]"
         )
     compiles = torch.compiler.is_compiling()
-    fill = None if compiles or not torch.is_grad_enabled() else getattr(weight, "fill", None)
+    fill = None if compiles or not torch.is_grad_enabled() else filler(weight)
     if fill is not None:
-        made = _Filling.apply(x, weight, ends, fill)
+        made = Product.apply(x, weight, ends, fill, grouped_product)
     else:
         made = product_op(x, weight, ends) if x.is_cpu and compiles else grouped_product(x, weight, ends)
     if bias is None:

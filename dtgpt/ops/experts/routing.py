@@ -45,32 +45,39 @@ def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 # x [.., H], weight [E, H]: x w^T in fp32 at least, whose bits do not depend on the number of rows.
-wide_product = Operation("wide_product", _wide_product, "x w^T in fp32, of x and w of fewer bits")
+wide_product = Operation("wide_product", _wide_product, "x w^T in fp32")
+
+
+def _wide_product_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if wants_x else None
+    rows = x.flatten(0, -2).to(grad.dtype)
+    return dx, (grad.flatten(0, -2).t() @ rows).to(weight.dtype) if wants_weight else None
+
+
+# grad [.., E] of that product, x, weight, and whether to return that of x, and of weight; None in its place.
+wide_product_gradients = Operation("wide_product_gradients", _wide_product_gradients, "dy w, dy^T x")
 
 
 class _Logits(torch.autograd.Function):
     """The product of wide copies, of which backward keeps none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wide = wide
         return wide_product(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        dx = (grad @ weight.to(ctx.wide)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        rows = x.flatten(0, -2).to(ctx.wide)
-        dweight = (grad.flatten(0, -2).t() @ rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        return wide_product_gradients(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2])
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias `[.., E]` in fp32 at least, of x `[.., H]`, weight `[E, H]` and bias `[E]` or None. The
     bits do not depend on the number of rows."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    made = linear(x.to(wide), weight.to(wide), None) if is_apart() else _Logits.apply(x, weight, wide)
+    made = linear(x.to(wide), weight.to(wide), None) if is_apart() else _Logits.apply(x, weight)
     return made if bias is None else made + bias.to(wide)
 
 

@@ -1,8 +1,8 @@
 """What serves products of experts' rows, the sums of a token's rows, and their order.
 
-In bf16 on Hopper GPUs the products are PyTorch's own `_grouped_mm`, of which autograd knows the gradients; elsewhere a
-Triton kernel each way. Both sum K in one chain, so that a row's bits do not depend on the rows beside it, and gradients
-of weights sum an expert's rows in their order.
+In bf16 on Hopper GPUs the products are a kernel's that computes whole tiles, or PyTorch's own `_grouped_mm`, of which
+autograd knows the gradients; elsewhere a Triton kernel each way. All sum K in one chain, so that a row's bits do not
+depend on the rows beside it, and gradients of weights sum an expert's rows in their order.
 """
 
 from typing import Any
@@ -10,9 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.experts.products import masked_product, outer_op, product_op
-from dtgpt.ops.experts.rows import Order
-from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, takes_custom_op, why_below, why_no_triton
+from dtgpt.ops.experts.products import (
+    Product,
+    filler,
+    grouped_product,
+    masked_product,
+    outer_op,
+    outer_or_fill,
+    product_op,
+)
+from dtgpt.ops.experts.rows import Order, spread_rows, sum_of_rows
+from dtgpt.ops.kernels.devices import (
+    by_triton,
+    has_hopper,
+    has_triton,
+    may_fuse,
+    takes_custom_op,
+    why_below,
+    why_no_triton,
+)
+from dtgpt.ops.kernels.pointwise import swiglu_backward
 from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 from dtgpt.util.torch_private import is_dtensor
@@ -49,7 +66,36 @@ def _why_no_grouped_mm(device: torch.device) -> str | None:
     return why_below(HOPPER, device)
 
 
+def grouped_kernels():
+    from dtgpt.ops.kernels import grouped_kernels  # imported on first use, since it needs Triton
+
+    return grouped_kernels
+
+
+def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor, rows: int | None = None) -> bool:
+    known = x.dtype == weight.dtype == torch.bfloat16 and may_fuse(x) and has_hopper(x.device)
+    number = len(x) if rows is None else rows
+    return known and not torch.compiler.is_compiling() and grouped_kernels().serves(number, weight)
+
+
+def _by_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return Product.apply(x, weight, ends, None, _by_tiles)
+    return grouped_kernels().grouped_product(x, weight, ends)[0]
+
+
+def _why_no_tiles(device: torch.device) -> str | None:
+    return why_no_triton(device) or why_below(HOPPER, device)
+
+
 GROUPED_PRODUCT = (
+    Kernel(
+        "Triton by tiles",
+        _takes_tiles,
+        _by_tiles,
+        _why_no_tiles,
+        "bf16, 64 rows an expert, K of 64 k and N of 128 k terms; not compiled",
+    ),
     Kernel(
         "PyTorch's _grouped_mm",
         _takes_grouped_mm,
@@ -96,8 +142,42 @@ ADD_OUTER = (
         "Triton",
         _adds_outer,
         lambda *given: outer_kernels().add_outer(*given),
-        lambda device: why_no_triton(device) or why_below(HOPPER, device),
-        "in bf16, of widths that are multiples of 128",
+        _why_no_tiles,
+        "bf16, widths of 128 k",
+    ),
+)
+
+
+class _Inner(torch.autograd.Function):
+    """The rows of tokens by first matrices, and SwiGLU of them; backward keeps the rows and what the function is of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, order: Order) -> Tensor:
+        rows = spread_rows(x.contiguous(), order.places, order.tokens)
+        pairs, inner = grouped_kernels().grouped_product(rows, weight, order.ends, activate=True)
+        ctx.save_for_backward(rows, pairs, weight, order.places, order.ends)
+        ctx.fill = filler(weight)
+        return inner
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        rows, pairs, weight, places, ends = ctx.saved_tensors
+        dpairs = swiglu_backward(grad, pairs)
+        dx = sum_of_rows(grouped_product(dpairs, weight.mT, ends), places) if ctx.needs_input_grad[0] else None
+        return dx, outer_or_fill(dpairs, rows, ends, ctx.fill) if ctx.needs_input_grad[1] else None, None
+
+
+def _makes_inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, activation: str) -> bool:
+    return bias is None and activation == "silu" and _takes_tiles(x, weight, order.ends, len(order.tokens))
+
+
+INNER = (
+    Kernel(
+        "Triton by tiles",
+        _makes_inner,
+        lambda x, weight, bias, order, activation: _Inner.apply(x, weight, order),
+        _why_no_tiles,
+        "SwiGLU without biases, as grouped_product by tiles",
     ),
 )
 
@@ -120,7 +200,38 @@ def _takes_wide_product(x: Tensor, weight: Tensor) -> bool:
     return narrow and has_triton(x) and not is_dtensor(weight)
 
 
-WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits, by tensor cores, which add in fp32"),)
+WIDE_PRODUCT = (by_triton(_wide_product, _takes_wide_product, "in 16 bits"),)
+
+
+def _gradients_by_parts(
+    grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the gradient in three parts of 8 bits each, which bf16 holds exactly, and add the products in fp32."""
+    rest, parts = grad.flatten(0, -2), []
+    for _ in range(3):
+        parts.append(rest.to(x.dtype))
+        rest = rest - parts[-1]
+    joined = torch.cat(parts, 1)
+    dx = (joined @ weight.repeat(3, 1)).view_as(x) if wants_x else None
+    if not wants_weight:
+        return dx, None
+    sums = torch.mm(joined.t(), x.flatten(0, -2), out_dtype=torch.float32)
+    return dx, sums.view(3, *weight.shape).sum(0).to(weight.dtype)
+
+
+def _takes_parts(grad: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool) -> bool:
+    return grad.is_cuda and grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
+
+
+WIDE_PRODUCT_GRADIENTS = (
+    Kernel(
+        "PyTorch, by 16-bit parts of dy",
+        _takes_parts,
+        _gradients_by_parts,
+        lambda device: None if device.type == "cuda" else "it runs on GPUs",
+        "in bf16",
+    ),
+)
 
 
 def _sums(x: Tensor, *_: Any) -> bool:

@@ -6,6 +6,8 @@ rows are another expert's. It adds a tile to the total in memory as well, so tha
 one chain over the rows, in their order, rounded to the rows' type: the bits of a product that writes its result.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,12 +15,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dtgpt.ops.kernels.machine import PTX
 
-ROWS, COLUMNS, TERMS = 128, 128, 64  # of a tile, and rows of experts at a time
+TERMS = 64  # rows of an expert at a time
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, and compile options."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+WIDE, NARROW = Tile(128, 256, 8, 4), Tile(128, 128, 4, 3)
 
 
 @triton.jit
 def add_outer_kernel(
-    dy, x, total, dy_at, x_at, total_at, ends, N, K, down,
+    dy, x, total, dy_at, x_at, ends, N, K, down,
     FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
     """Set a tile of an expert's total, fp32 `[E N, K]`, to that of dy^T x where it is FIRST, else add it: over the
@@ -32,9 +46,10 @@ def add_outer_kernel(
     for m in range(begin, whole, BK):
         made = tl.dot(dy.load([m, row]).T, x.load([m, column]), made)
     if whole < end:
-        m = (whole + tl.arange(0, BK)).to(tl.int64)[:, None]
-        left = tl.load(dy_at + m * N + (row + tl.arange(0, BM))[None, :], m < end, 0.0)
-        made = tl.dot(left.T, tl.load(x_at + m * K + (column + tl.arange(0, BN))[None, :], m < end, 0.0), made)
+        last = (whole + tl.arange(0, BK)).to(tl.int64)[:, None]
+        left = tl.load(dy_at + last * N + (row + tl.arange(0, BM))[None, :], last < end, 0.0)
+        right = tl.load(x_at + last * K + (column + tl.arange(0, BN))[None, :], last < end, 0.0)
+        made = tl.dot(left.T, right, made)
     made = made.to(x_at.dtype.element_ty).to(tl.float32)
     above = expert * N + row
     if FIRST:
@@ -47,7 +62,7 @@ def add_outer_kernel(
 
 def serves(height: int, width: int) -> bool:
     """Return whether matrices of this shape are whole tiles."""
-    return height % ROWS == width % COLUMNS == 0
+    return height % NARROW.BM == width % NARROW.BN == 0
 
 
 def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> None:
@@ -55,11 +70,13 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
     them."""
     dy, x = dy.contiguous(), x.contiguous()
     height, width = dy.shape[1], x.shape[1]
-    down = height // ROWS
-    add_outer_kernel[(down * (width // COLUMNS), len(ends))](
-        _described(dy, TERMS, ROWS), _described(x, TERMS, COLUMNS), _described(total.view(-1, width), ROWS, COLUMNS),
-        dy, x, total, ends, height, width, down,
-        FIRST=first, BM=ROWS, BN=COLUMNS, BK=TERMS, ENGINE=PTX.value, num_warps=4, num_stages=3,
+    tile = WIDE if width % WIDE.BN == 0 else NARROW
+    down = height // tile.BM
+    add_outer_kernel[(down * (width // tile.BN), len(ends))](
+        _described(dy, TERMS, tile.BM), _described(x, TERMS, tile.BN), _described(total.view(-1, width), *tile[:2]),
+        dy, x, ends, height, width, down,
+        FIRST=first, BM=tile.BM, BN=tile.BN, BK=TERMS, ENGINE=PTX.value,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 

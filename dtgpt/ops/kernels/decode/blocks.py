@@ -57,6 +57,8 @@ def choose_tile(
     large = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models of a billion parameters
     if rows <= 16 and large:
         tile = Tile(16, 32, 128, 4, 4) if 1 < groups <= 4 else Tile(16, 64, 128, 4, 3)
+    elif rows <= 16 and size >= 2048 and columns > 4096:
+        tile = Tile(16, 32, 128, 4, 4)
     elif rows <= 16:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
     elif rows <= 64 and columns > 8192:

@@ -10,8 +10,8 @@ from torch import nn
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.experts.products import ADD_OUTER, grouped_linear
 from dtgpt.parallel.collectives import FlatSum
-from dtgpt.parallel.product_sums import bucket
-from dtgpt.parallel.product_sums.bucket import FilledBucket
+from dtgpt.parallel.expert_parallel import filled_buckets
+from dtgpt.parallel.expert_parallel.filled_buckets import FilledBucket
 from tests.models.moe.test_plans import ADAMW, MANY, OLMOE
 from tests.support.interpreter import needs_triton, run_interpreted
 from tests.support.runs import on_cuda, training
@@ -26,7 +26,7 @@ def summed_by_products(monkeypatch) -> Iterator[list[nn.Parameter]]:
         found.extend([parameter] if parameter.dim() == 3 else [])
         return parameter.dim() == 3
 
-    monkeypatch.setattr(bucket, "gains", gains)
+    monkeypatch.setattr(filled_buckets, "gains", gains)
     yield found
 
 
@@ -93,7 +93,7 @@ def check_add_outer(device: str, dtype: torch.dtype, add: Callable[..., None], t
 INTERPRETED = """
 import torch
 from dtgpt.ops.kernels.outer_kernels import add_outer
-from tests.parallel.test_product_sums import check_add_outer
+from tests.parallel.test_filled_buckets import check_add_outer
 from tests.support.interpreter import let_kernels_loop
 
 let_kernels_loop()
@@ -123,8 +123,8 @@ def test_captured_steps_have_the_bits_of_sums_that_are_made_later(recipe, monkey
 
 def by_both_ways(recipe: Recipe, monkeypatch) -> Iterator[list[torch.Tensor]]:
     """Return the losses and weights of steps whose products add up gradients, and of some whose do not."""
-    for gains in (bucket.gains, lambda parameter: False):
-        monkeypatch.setattr(bucket, "gains", gains)
+    for gains in (filled_buckets.gains, lambda parameter: False):
+        monkeypatch.setattr(filled_buckets, "gains", gains)
         trainer = training(recipe)
         losses = [trainer.train_step().loss for _ in range(recipe.steps)]
         yield [*losses, *(shard.local for shard in trainer.shards)]
