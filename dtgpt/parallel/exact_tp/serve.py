@@ -111,7 +111,7 @@ ADDENDS = (
         _in_registers,
         lambda *x: kernels().tree_product(*x),
         why_older,
-        f"{ROWS} in tiles of 128 x 128, pieces of 64 k terms",
+        f"{ROWS} in tiles of 128 x 128, or 128 x 256 by warps that take turns where Gluon runs; pieces of 64 k terms",
     ),
 )
 COLUMNS = (
