@@ -145,10 +145,13 @@ class Kept(Share):
         return super().gather(own)
 
 
-@pytest.mark.parametrize("columns", [4096, 1536])
-def test_the_bias_of_an_activation_has_the_same_gradient_without_the_other_columns(columns):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows_of_x, columns", [(16384, 4096), (16384, 2048), (4096, 1536), (168, 80), (100, 64)])
+def test_the_bias_of_an_activation_has_the_same_gradient_without_the_other_columns(rows_of_x, columns, dtype):
     torch.manual_seed(0)
-    x, dy, bias = draw(16384, columns), draw(16384, columns), draw(columns)
+    x, dy, bias = draw(rows_of_x, columns).to(dtype), draw(rows_of_x, columns).to(dtype), draw(columns).to(dtype)
+    if dtype == torch.float32:
+        x, dy = x * torch.rand_like(x), dy * torch.rand_like(dy)  # numbers of all bits
 
     def gradients(ranks: int) -> torch.Tensor:
         made = []

@@ -16,7 +16,7 @@ BLOCK_BYTES = 16384  # of a row, that a program takes at once
 WARPS = 16
 PROGRAMS = 2  # per multiprocessor
 NARROW = 8192  # columns of rows for which a program has a part of the warps, and there are as many more programs:
-TERMS_PARTS, GRADIENT_PARTS = 8, 2
+TERMS_PARTS, GRADIENT_PARTS = 16, 2
 REGISTERS = 65536  # of a multiprocessor
 
 LANE = tl.constexpr(8)  # neighbours that one thread reads: 16 bytes of a 16-bit dtype

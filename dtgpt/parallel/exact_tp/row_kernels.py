@@ -21,7 +21,8 @@ ROWS = 32  # of a group, at most
 LAYER_NORM = ColumnLaunch(rows=2, width=8, occupancy=0, stages=3)  # a program for each group
 FOLD = 16, 64  # groups and columns of a tile of the second stage
 BLOCK = 512  # columns of a tile of the tree
-BLOCKS = 2  # of columns, with which programs that go through all rows fill a GPU, however many there are
+# Blocks of columns with which programs that go through all rows fill a GPU, however many there are.
+ACTIVATED_BLOCKS, SUMMED_BLOCKS = 2, 3
 
 
 @triton.jit
@@ -182,9 +183,9 @@ class ActivatedInPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, bias = ctx.saved_tensors
-        return *bias_gelu_backward(grads[0], x, bias, relu2=ctx.relu2, blocks=BLOCKS), None
+        return *bias_gelu_backward(grads[0], x, bias, relu2=ctx.relu2, blocks=ACTIVATED_BLOCKS), None
 
 
 def column_sums(x: Tensor, count: int) -> Tensor:
     """Return what `dtgpt.parallel.exact_tp.products.COLUMN_SUMS` does."""
-    return column_sum(x, dtype=torch.float32, blocks=BLOCKS)
+    return column_sum(x, dtype=torch.float32, blocks=SUMMED_BLOCKS)

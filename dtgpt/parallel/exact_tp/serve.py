@@ -87,7 +87,7 @@ def _sums(x: Tensor, *_: Any) -> bool:
 
 
 def _column_tiles(x: Tensor, count: int) -> bool:
-    of_piece = x.shape[1] // count
+    of_piece = x.shape[-1] // count
     return _sums(x) and of_piece % COLUMNS_OF_TILE == 0 and of_piece >= FEWEST
 
 
@@ -111,7 +111,7 @@ ADDENDS = (
         _in_registers,
         lambda *x: kernels().tree_product(*x),
         why_older,
-        f"{ROWS} in tiles of 128 x 128, pieces of 64 k terms",
+        f"{ROWS} in tiles of 128 x 128, or 128 x 256 by warps that take turns where Gluon runs; pieces of 64 k terms",
     ),
 )
 COLUMNS = (
@@ -140,18 +140,16 @@ WEIGHT_GRADIENT = (
     ),
     Kernel("cuBLAS, pieces in place", _aligned, _views, why_older, f"{ROWS}, pieces of {ALIGNED} k rows or columns"),
 )
-COLUMN_SUMS = (
-    by_triton(
-        lambda *x: row_kernels().column_sums(*x),
-        _column_tiles,
-        f"pieces of {COLUMNS_OF_TILE} k columns, {FEWEST} of them at least",
-    ),
-)
+# Of fewer columns a tile has its rows on several threads, and their sums another order.
+OF_COLUMNS = f"pieces of {COLUMNS_OF_TILE} k columns, {FEWEST} of them at least"
+COLUMN_SUMS = (by_triton(lambda *x: row_kernels().column_sums(*x), _column_tiles, OF_COLUMNS),)
 ACTIVATED = (
     by_triton(
         lambda x, bias, activation, count: row_kernels().ActivatedInPieces.apply(x, bias, activation is bias_relu2),
-        lambda x, bias, activation, count: may_fuse(x) and activation in (bias_gelu, bias_relu2),
-        "on GPUs, gelu_tanh and relu2",
+        lambda x, bias, activation, count: (
+            may_fuse(x) and activation in (bias_gelu, bias_relu2) and _column_tiles(x, count)
+        ),
+        f"gelu_tanh and relu2, {OF_COLUMNS}",
     ),
 )
 POSITIONS = "pieces of 8 k positions"
