@@ -74,10 +74,10 @@ def grouped_kernels():
 
 
 def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor, rows: int | None = None) -> bool:
-    known = x.dtype == weight.dtype == torch.bfloat16 and may_fuse(x) and has_hopper(x.device)
-    known = known and (x.data_ptr() | weight.data_ptr()) % BYTES == 0
-    number = len(x) if rows is None else rows
-    return known and not torch.compiler.is_compiling() and grouped_kernels().serves(number, weight)
+    if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not may_fuse(x) or torch.compiler.is_compiling():
+        return False
+    aligned = (x.data_ptr() | weight.data_ptr()) % BYTES == 0
+    return aligned and has_hopper(x.device) and grouped_kernels().serves(len(x) if rows is None else rows, weight)
 
 
 def _by_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
