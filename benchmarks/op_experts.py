@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.moe.mixture import Experts
+from dtgpt.ops.experts.inner import INNER
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
@@ -81,7 +82,7 @@ def cases_of(sizes: Sizes) -> list[Case]:
 
     def whole(x: Tensor, first: Tensor, down: Tensor) -> Tensor:
         order = sorted_rows(choice.experts, sizes.experts)
-        made = multiply(layer.activation(multiply(gathered(x, order), first)), down)
+        made = multiply(INNER(x, first, None, order, layer.activation_name), down)
         return summed(made, choice.weights, order)
 
     rows = gathered(x, order)

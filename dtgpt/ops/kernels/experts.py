@@ -35,6 +35,7 @@ from dtgpt.util.shared.gpu_limits import HOPPER
 from dtgpt.util.torch_private import is_dtensor
 
 ALIGNED = 8  # elements of bf16 in the 16 bytes at whose multiples rows have to begin
+BYTES = 16  # at whose multiples the copy engine reads and writes
 MOST_SORTED = 256  # experts that kernels rank, and sort by
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,9 +74,10 @@ def grouped_kernels():
 
 
 def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor, rows: int | None = None) -> bool:
-    known = x.dtype == weight.dtype == torch.bfloat16 and may_fuse(x) and has_hopper(x.device)
-    number = len(x) if rows is None else rows
-    return known and not torch.compiler.is_compiling() and grouped_kernels().serves(number, weight)
+    if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not may_fuse(x) or torch.compiler.is_compiling():
+        return False
+    aligned = (x.data_ptr() | weight.data_ptr()) % BYTES == 0
+    return aligned and has_hopper(x.device) and grouped_kernels().serves(len(x) if rows is None else rows, weight)
 
 
 def _by_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ GROUPED_OUTER = (
 
 
 def _adds_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> bool:
-    known = dy.dtype == torch.bfloat16 and dy.is_cuda and has_hopper(dy.device) and has_triton(dy)
+    known = dy.dtype == torch.bfloat16 and has_triton(dy) and has_hopper(dy.device) and total.data_ptr() % BYTES == 0
     return known and outer_kernels().serves(dy.shape[1], x.shape[1])
 
 

@@ -36,6 +36,10 @@ class FilledBucket(Bucket):
         for index, parameter in enumerate(self._filled):
             fill_total(parameter, _weakly(self._fill, index))
 
+    def begin(self, done: int = 0) -> None:
+        super().begin(done)
+        self._done_with.clear()
+
     def _fill(self, index: int, fill: Fill) -> None:
         """Let `fill` set a total to a gradient, or add it. Raises ValueError where a pass does so twice: the total
         would be another sum than that of the gradients of passes."""
