@@ -101,7 +101,7 @@ def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
 @pytest.mark.slow(12)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_part_that_is_missing_shows(exact, fault):
-    model = OLMOE if fault == "all heads" else MANY
+    model = OLMOE if fault in ("all heads", "owners") else MANY
     assert differing(replace(exact, model=model), ["tp2_sp"], partial(choices_with_fault, fault))["tp2_sp"]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.balance.state import Balances
 from dtgpt.parallel.exact_tp import build, joint, stacks
+from dtgpt.parallel.exact_tp.owners import Owners
 from dtgpt.parallel.exact_tp.tree import Share
 from tests.support.bodies_exact import bits_and_choices
 from tests.support.bodies_exact_tp import check_close
@@ -37,6 +38,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "routers": (build, "WHOLE", tuple(role for role in build.WHOLE if role is not build.Role.ROUTER)),
     "biases": (build, "WHOLE", tuple(role for role in build.WHOLE if role is not build.Role.ROW_STACK)),
     "balance": (Balances, "__init__", _one_adds),
+    "owners": (Owners, "own_of_all", lambda self, of_tokens: of_tokens),
     "all heads": (joint, "_sum_of_all", _own_sum),
 }
 

@@ -26,6 +26,7 @@ from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from dtgpt.parallel import tensor
+    from dtgpt.parallel.exact_tp.owners import Owners
 
 
 def add_in_trees(table: "tensor.Table", building: Building) -> "tensor.Table":
@@ -65,26 +66,48 @@ def _sum_of_ranks(building: Building) -> Sum | None:
     return ActivationLayout(building.mesh.devices["tp"], Replicate(), _collectives(building)).sum
 
 
+def _owners(part: Decoder, building: Building) -> "Owners | None":
+    """Return which rank goes on with which tokens, where the rows of experts are added up for it alone: not where all
+    ranks add biases to rows, or expert parallelism has other tokens' rows."""
+    plan, roles = building.settings.plan, building.settings.model.roles
+    stacks = [module for name, module in part.named_modules() if role_of(name, roles) is Role.ROW_STACK]
+    if not plan.sequence_parallel or plan.ep > 1 or not stacks or any(each.bias is not None for each in stacks):
+        return None
+    from torch.distributed.tensor import Shard
+
+    from dtgpt.parallel.exact_tp.owners import Owners
+    from dtgpt.parallel.tensor import ActivationLayout
+
+    peers, mesh = _collectives(building), building.mesh.devices["tp"]
+    return Owners(building.settings.local_length, *(ActivationLayout(mesh, Shard(dim), peers) for dim in (0, 1)))
+
+
 def cut_into_pieces(part: Decoder, building: Building) -> None:
     """Bind the products of a stage, what sums its gradients over rows, and its loss. Raises UserError for a token table
     of another class, whose gradient may depend on the plan."""
     settings, plan = building.settings, building.settings.plan
     group = building.mesh.devices.get_group("tp") if plan.tp > 1 else None
     most, sums = values_of(settings).pieces, _sum_of_ranks(building)
+    owners = _owners(part, building)
 
     def share(size: int) -> Share:
         return Share.of(pieces_of_size(size, most), group)
 
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
-        if own := _sums_of_forward(role, module, share, sums):
+        if own := _sums_of_forward(role, module, share, None if owners and role is Role.ROW_STACK else sums):
             bind(module, **own)
+        if owners and role is Role.ROW_STACK:
+            from dtgpt.parallel.exact_tp.owners import sums_of_owners
+
+            experts = part.get_submodule(name.rpartition(".")[0])
+            bind(experts, run=partial(sums_of_owners, experts, owners))
         if role in (Role.QKV, Role.COLUMN):
             bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
         elif role is Role.INNER_COLUMN:
             bind(module, product=_local(partial(inner_column, share(module.weight.shape[0]).number, sums)))
         elif role is Role.COLUMN_STACK:
-            bind(module, product=partial(column_stack, share(module.weight.shape[1]).number, sums))
+            bind(module, product=partial(column_stack, share(module.weight.shape[1]).number, None if owners else sums))
         elif role is Role.VOCABULARY and group is not None:
             bind(_checked(module), product=look_up)
         if role in WHOLE and bound_of(module).sums_over_tp:
