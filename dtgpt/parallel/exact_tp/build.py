@@ -100,7 +100,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
         if owners and role is Role.ROW_STACK:
             from dtgpt.parallel.exact_tp.owners import sums_of_owners
 
-            experts = part.get_submodule(name.rpartition(".")[0])
+            experts: Any = part.get_submodule(name.rpartition(".")[0])
             bind(experts, run=partial(sums_of_owners, experts, owners))
         if role in (Role.QKV, Role.COLUMN):
             bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
