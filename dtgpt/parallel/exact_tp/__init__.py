@@ -20,8 +20,5 @@ CAPABILITY = Capability(
         "weight_gradient_of_pieces": f"{PART}.serve:WEIGHT_GRADIENT",
         "column_sums_of_pieces": f"{PART}.serve:COLUMN_SUMS",
         "row_sums_of_pieces": f"{PART}.serve:PIECE_SUMS",
-        "addends_of_stacks": f"{PART}.serve_stacks:ADDENDS",
-        "columns_of_stacks": f"{PART}.serve_stacks:COLUMNS",
-        "weight_gradient_of_stacks": f"{PART}.serve_stacks:WEIGHT_GRADIENT",
     },
 )

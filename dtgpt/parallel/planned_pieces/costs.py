@@ -10,6 +10,7 @@ from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.exact_tp.config import WHOLE, pieces_of_size, values_of
 from dtgpt.parallel.expert_parallel.gathered import most_rows
+from dtgpt.parallel.more_pieces import roles
 from dtgpt.planning.activations import whole_bytes
 from dtgpt.planning.sums import Collective, ExactCosts, Parameters
 from dtgpt.posttrain.demands import rows_of
@@ -19,7 +20,7 @@ class PiecewiseCosts(ExactCosts):
     """Of sums of integers, of gradients that tensor-parallel ranks have computed in pieces."""
 
     def addends_over_tp(self, parameters: Parameters) -> list[Any]:
-        return [p for p in super().addends_over_tp(parameters) if p.role not in WHOLE]
+        return [p for p in super().addends_over_tp(parameters) if p.role not in (*WHOLE, *roles.WHOLE)]
 
     def over_tp(self, found: list[Collective], rank: Any) -> list[Collective]:
         loss, *others, joint = found

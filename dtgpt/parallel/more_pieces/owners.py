@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtgpt.ops.experts.routing import Choice
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
-from dtgpt.parallel.exact_tp.stacks import Entered, Summed
+from dtgpt.parallel.more_pieces.stacks import Entered, Summed
 from dtgpt.parallel.tensor import ActivationLayout
 
 
