@@ -48,9 +48,16 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.graphs", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.parallel.exact_tp", ("dtgpt.ops.kernels", "dtgpt.parallel.exact_sums")),
+    ("dtgpt.parallel.more_pieces", ("dtgpt.ops.kernels", "dtgpt.parallel.exact_tp")),
     (
         "dtgpt.parallel.planned_pieces",
-        ("dtgpt.models.moe", "dtgpt.parallel.exact_tp", "dtgpt.parallel.expert_parallel", "dtgpt.planning"),
+        (
+            "dtgpt.models.moe",
+            "dtgpt.parallel.exact_tp",
+            "dtgpt.parallel.expert_parallel",
+            "dtgpt.parallel.more_pieces",
+            "dtgpt.planning",
+        ),
     ),
     ("dtgpt.models.moe", ()),
     ("dtgpt.models.families", ("dtgpt.models.moe",)),

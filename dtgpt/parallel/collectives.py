@@ -72,7 +72,7 @@ class GroupCollectives:
             whole = whole.contiguous()
             dist.all_reduce(whole, group=self.group)
             return whole.view_as(whole)
-        parts = torch.cat(whole.chunk(self.group.size(), dim))
+        parts = torch.cat(whole.chunk(self.group.size(), dim)) if dim else whole.contiguous()
         part = parts.new_empty(len(parts) // self.group.size(), *parts.shape[1:])
         reduce_scatter_single(part, parts, self.group)
         return part

@@ -92,6 +92,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "own_plans": "raises UserError where the plans that a recipe defines are none, or have names of others",
     "own_tables": "raises UserError for a plan's own table that no model can have",
     "tp_tables": "of a plan and a `parallel.build.Building`: the styles that take their place",
+    "roles_in_pieces": "roles whose sums come in pieces, where `--reduce exact_tp` makes them: a tuple",
     "own_styles": "joins the styles of a plan's own table to the default ones",
     "head_degrees": "of each block, under a plan with a table: the ranks over which heads are cut",
     "table_tests": "tests an engine whose plan has a table, by its settings, before the first step",

@@ -13,11 +13,11 @@ from dtgpt.ops.experts.products import Groups, grouped_linear
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.parallel.exact_tp.joint import joint_norm
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
-from dtgpt.parallel.exact_tp.stacks import column_stack, row_stack
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.tree import Share
+from dtgpt.parallel.more_pieces.joint import joint_norm
+from dtgpt.parallel.more_pieces.stacks import column_stack, row_stack
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
 from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
@@ -101,7 +101,7 @@ def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
 @pytest.mark.slow(12)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_part_that_is_missing_shows(exact, fault):
-    model = OLMOE if fault == "all heads" else MANY
+    model = OLMOE if fault in ("all heads", "owners") else MANY
     assert differing(replace(exact, model=model), ["tp2_sp"], partial(choices_with_fault, fault))["tp2_sp"]
 
 

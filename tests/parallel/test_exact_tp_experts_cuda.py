@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dtgpt.ops.experts.products import Groups, grouped_linear
 from dtgpt.ops.kernels.attention.flash_launch import sinks_gradient
-from dtgpt.parallel.exact_tp import serve_stacks, stacks
-from dtgpt.parallel.exact_tp.stacks import column_stack, row_stack
 from dtgpt.parallel.exact_tp.tree import tree_sum
 from dtgpt.parallel.graphs.captured import WARM_UP
+from dtgpt.parallel.more_pieces import serve, stacks
+from dtgpt.parallel.more_pieces.stacks import column_stack, row_stack
 from tests.parallel.test_exact_tp_cuda import HOPPER, RECIPES, TWO
 from tests.support.interpreter import chosen, definitions_of
 from tests.support.plans_on_gpus import records
@@ -69,7 +69,7 @@ def test_a_stack_of_ranks_has_the_bits_of_one_process(rows, experts, hidden, wid
     groups = groups_of(rows, experts, behind=100)
     given = draw(rows, terms), draw(experts, columns, terms) / terms**0.5, draw(experts, columns), draw(rows, columns)
     if way == "grouped products":
-        monkeypatch.setattr(stacks.ADDENDS, "kernels", serve_stacks.ADDENDS[1:])
+        monkeypatch.setattr(stacks.ADDENDS, "kernels", serve.ADDENDS[1:])
     with definitions_of(*NAMES) if way == "definitions" else nullcontext():
         whole = of_ranks(stack, 1, *given, groups)
         for ranks in (2, 4, 8):
@@ -89,11 +89,11 @@ def test_published_sizes_are_served():
     x, ends = torch.empty(16384, 1024, device="cuda", dtype=BF16), torch.zeros(64, device="cuda", dtype=torch.int32)
     weight, dy = (torch.empty(*size, device="cuda", dtype=BF16) for size in ((64, 2048, 1024), (16384, 2048)))
     for expected, operation, *given in (
-        (serve_stacks.ADDENDS[0], stacks.ADDENDS, x, weight, ends, PIECES, True),
-        (serve_stacks.ADDENDS[0], stacks.ADDENDS, dy, weight, ends, PIECES, False),
-        (serve_stacks.ADDENDS[1], stacks.ADDENDS, x[:, :960].contiguous(), weight[:, :, :960], ends, PIECES, True),
-        (serve_stacks.COLUMNS[0], stacks.COLUMNS, dy, weight, ends, PIECES, True),
-        (serve_stacks.WEIGHT_GRADIENT[0], stacks.WEIGHT_GRADIENT, dy, x, ends, PIECES, True),
+        (serve.ADDENDS[0], stacks.ADDENDS, x, weight, ends, PIECES, True),
+        (serve.ADDENDS[0], stacks.ADDENDS, dy, weight, ends, PIECES, False),
+        (serve.ADDENDS[1], stacks.ADDENDS, x[:, :960].contiguous(), weight[:, :, :960], ends, PIECES, True),
+        (serve.COLUMNS[0], stacks.COLUMNS, dy, weight, ends, PIECES, True),
+        (serve.WEIGHT_GRADIENT[0], stacks.WEIGHT_GRADIENT, dy, x, ends, PIECES, True),
     ):
         assert chosen(operation, *given) == expected, operation.name
 

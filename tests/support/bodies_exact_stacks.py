@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.balance.state import Balances
-from dtgpt.parallel.exact_tp import build, joint, stacks
 from dtgpt.parallel.exact_tp.tree import Share
+from dtgpt.parallel.more_pieces import build, joint, stacks
+from dtgpt.parallel.more_pieces.owners import Owners
 from tests.support.bodies_exact import bits_and_choices
 from tests.support.bodies_exact_tp import check_close
 from tests.support.interpreter import let_kernels_loop
@@ -33,10 +34,11 @@ INIT = Balances.__init__
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "addends": (stacks.ADDENDS, "definition", _whole_addends),
     "order": (stacks, "tree_sum", sum),
-    "sums over ranks": (build, "_sum_of_ranks", lambda building: None),
+    "sums over ranks": (build, "sum_of_ranks", lambda building: None),
     "routers": (build, "WHOLE", tuple(role for role in build.WHOLE if role is not build.Role.ROUTER)),
     "biases": (build, "WHOLE", tuple(role for role in build.WHOLE if role is not build.Role.ROW_STACK)),
     "balance": (Balances, "__init__", _one_adds),
+    "owners": (Owners, "own_of_all", lambda self, of_tokens: of_tokens),
     "all heads": (joint, "_sum_of_all", _own_sum),
 }
 
@@ -49,7 +51,7 @@ def choices_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
 
 def check_kernels() -> None:
     """Hold the kernel against its definition, and a part of the pieces against all of them."""
-    from dtgpt.parallel.exact_tp import stack_kernels
+    from dtgpt.parallel.more_pieces import stack_kernels
 
     let_kernels_loop()
     torch.manual_seed(0)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dtgpt.models.binding import BoundModule, bind, bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Table
@@ -15,46 +17,39 @@ from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.exact_tp import NAME
 from dtgpt.parallel.exact_tp.config import FAST, WHOLE, pieces_of_size, values_of
 from dtgpt.parallel.exact_tp.heads import attend_by_heads
-from dtgpt.parallel.exact_tp.joint import joint_norm
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
 from dtgpt.parallel.exact_tp.products import column_product, row_product
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
-from dtgpt.parallel.exact_tp.stacks import Sum, column_stack, inner_column, inner_row, row_stack
 from dtgpt.parallel.exact_tp.table import look_up
 from dtgpt.parallel.exact_tp.tree import Share, TreeCollectives, sum_over_ranks
 from dtgpt.util.errors import UserError
 
+Sum = Callable[[Tensor], Tensor]  # over the ranks, of what is whole on each afterwards
 if TYPE_CHECKING:
     from dtgpt.parallel import tensor
 
 
 def add_in_trees(table: "tensor.Table", building: Building) -> "tensor.Table":
-    """Return a table whose styles add up activations in a tree over the ranks, where there are more than two, and leave
-    what is between the ends of a branch whole."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    from dtgpt.parallel.exact_tp.branches import WholeBranchEnd
+    """Return a table whose styles add up activations in a tree over the ranks, where there are more than two."""
     from dtgpt.parallel.tensor import VocabularyShard, default_table
 
     settings, plan = building.settings, building.settings.plan
-    sums = _collectives(building)
-    if plan.tp > 2:  # a sum of two has no order
-        styles = default_table(settings.model, plan.sequence_parallel, settings.local_length, sums)
-        heads = {name: style for name, style in styles.items() if isinstance(style, VocabularyShard)}
-        table = {**styles, **{name: VocabularyShard(style.input_layout, sums) for name, style in heads.items()}}
-    between = Shard(1) if plan.sequence_parallel else Replicate()
-    ends = {name: role is Role.ENTRY for name, role in settings.model.roles.items() if role in (Role.ENTRY, Role.EXIT)}
-    return {**table, **{name: WholeBranchEnd(between, sums, begins) for name, begins in ends.items()}}
+    if plan.tp <= 2:  # a sum of two has no order
+        return table
+    sums = collectives_of(building)
+    styles = default_table(settings.model, plan.sequence_parallel, settings.local_length, sums)
+    heads = {name: style for name, style in styles.items() if isinstance(style, VocabularyShard)}
+    return {**styles, **{name: VocabularyShard(style.input_layout, sums) for name, style in heads.items()}}
 
 
-def _collectives(building: Building) -> Collectives | None:
+def collectives_of(building: Building) -> Collectives | None:
     """Return what sums over the tensor-parallel ranks in place of torch.distributed, where the order counts."""
     if building.settings.plan.tp <= 2:
         return building.peers
     return TreeCollectives(building.mesh.devices.get_group("tp"), building.peers)
 
 
-def _sum_of_ranks(building: Building) -> Sum | None:
+def sum_of_ranks(building: Building) -> Sum | None:
     """Return what adds up tensors that are whole on each tensor-parallel rank; None where there is one."""
     if building.settings.plan.tp == 1:
         return None
@@ -62,30 +57,26 @@ def _sum_of_ranks(building: Building) -> Sum | None:
 
     from dtgpt.parallel.tensor import ActivationLayout
 
-    return ActivationLayout(building.mesh.devices["tp"], Replicate(), _collectives(building)).sum
+    return ActivationLayout(building.mesh.devices["tp"], Replicate(), collectives_of(building)).sum
+
+
+def share_of(building: Building) -> Callable[[int], Share]:
+    """Return what says which pieces this rank has of a dimension that tensor parallelism cuts, by its size."""
+    group = building.mesh.devices.get_group("tp") if building.settings.plan.tp > 1 else None
+    most = values_of(building.settings).pieces
+    return lambda size: Share.of(pieces_of_size(size, most), group)
 
 
 def cut_into_pieces(part: Decoder, building: Building) -> None:
     """Bind the products of a stage, what sums its gradients over rows, and its loss. Raises UserError for a token table
     of another class, whose gradient may depend on the plan."""
-    settings, plan = building.settings, building.settings.plan
-    group = building.mesh.devices.get_group("tp") if plan.tp > 1 else None
-    most, sums = values_of(settings).pieces, _sum_of_ranks(building)
-
-    def share(size: int) -> Share:
-        return Share.of(pieces_of_size(size, most), group)
-
+    settings, plan, share = building.settings, building.settings.plan, share_of(building)
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
-        if own := _sums_of_forward(role, module, share, sums):
-            bind(module, **own)
+        _bind_sums(role, module, share)
         if role in (Role.QKV, Role.COLUMN):
-            bind(module, product=_local(partial(column_product, share(module.weight.shape[0]).number)))
-        elif role is Role.INNER_COLUMN:
-            bind(module, product=_local(partial(inner_column, share(module.weight.shape[0]).number, sums)))
-        elif role is Role.COLUMN_STACK:
-            bind(module, product=partial(column_stack, share(module.weight.shape[1]).number, sums))
-        elif role is Role.VOCABULARY and group is not None:
+            bind(module, product=local_product(partial(column_product, share(module.weight.shape[0]).number)))
+        elif role is Role.VOCABULARY and plan.tp > 1:
             bind(_checked(module), product=look_up)
         if role in WHOLE and bound_of(module).sums_over_tp:
             bind(module, sums_over_tp=())  # which are whole on each rank
@@ -93,7 +84,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
             bind(module, run=partial(attend_by_heads, module))
     positions = share(settings.local_length)
     if not plan.sequence_parallel:
-        positions = Share(pieces_of_size(settings.local_length, most))
+        positions = Share(pieces_of_size(settings.local_length, values_of(settings).pieces))
     rows = PiecewiseRows(positions, share, plan.tp)
     for end in (part.embedding, *part.blocks.values(), part.head):
         if isinstance(end, BoundModule):
@@ -103,43 +94,26 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
 def add_in_pieces(part: Decoder, building: Building) -> None:
     """Bind to a stage for inference what has the bits of a stage in training: the sums that a plan may cut, and the
     terms of the loss. All other results have them anyway."""
-    settings = building.settings
-    group = building.mesh.devices.get_group("tp") if settings.plan.tp > 1 else None
-    most, sums = values_of(settings).pieces, _sum_of_ranks(building)
+    settings, most = building.settings, values_of(building.settings).pieces
     if most % settings.plan.tp:
         raise UserError(
             f"the run has {NAME}.pieces={most}, which tp={settings.plan.tp} does not divide; use a tp that does, or "
             "leave exact out"
         )
-
-    def share(size: int) -> Share:
-        return Share.of(pieces_of_size(size, most), group)
-
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
-        if own := _sums_of_forward(role, module, share, sums):
-            bind(module, **own)
-        if role is Role.ROW and settings.plan.tp > 2 and group is not None:
-            bind(module, over_ranks=partial(sum_over_ranks, group=group))
-        elif role is Role.EXIT:
-            bind(module, over_ranks=lambda whole: whole)
+        _bind_sums(role, module, share_of(building))
+        if role is Role.ROW and settings.plan.tp > 2:
+            bind(module, over_ranks=partial(sum_over_ranks, group=building.mesh.devices.get_group("tp")))
 
 
-def _sums_of_forward(role: Role | None, module: Any, share: Callable[[int], Share], sums: Sum | None) -> dict[str, Any]:
-    """Return what is bound to a module whose forward pass sums over what tensor parallelism may cut."""
+def _bind_sums(role: Role | None, module: Any, share: Callable[[int], Share]) -> None:
+    """Bind what sums in forward over what tensor parallelism may cut."""
     if role is Role.ROW:
         own = share(module.weight.shape[1]).number
-        return {"product": _local(partial(row_product, own)), "pieces": own}
-    if role is Role.INNER_ROW:
-        own = share(module.weight.shape[1]).number
-        return {"product": _local(partial(inner_row, own, sums)), "pieces": own}
-    if role is Role.ROW_STACK:
-        own = share(module.weight.shape[2]).number
-        return {"product": partial(row_stack, own, sums), "pieces": own, "through": None}
-    if role is Role.JOINT_NORM:
-        heads = share(module.width)
-        return {"product": partial(joint_norm, heads, module.width, module.eps), "pieces": heads.number}
-    return {"loss": PiecewiseLoss(share(module.weight.shape[0]))} if role is Role.OUTPUT else {}
+        bind(module, product=local_product(partial(row_product, own)), pieces=own)
+    elif role is Role.OUTPUT:
+        bind(module, loss=PiecewiseLoss(share(module.weight.shape[0])))
 
 
 def _checked(table: Any) -> Table:
@@ -151,7 +125,8 @@ def _checked(table: Any) -> Table:
     return table
 
 
-def _local(product: Callable[..., Any]) -> Callable[..., Any]:
+def local_product(product: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a product of what this rank has of its operands."""
     return partial(on_local_tensors, product)
 
 

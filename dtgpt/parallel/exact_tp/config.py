@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
 from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import INNER, Role, role_of
+from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.exact_tp import NAME
 from dtgpt.util import seams
 from dtgpt.util.field_types import Bounds
@@ -43,12 +43,10 @@ class PiecesConfig(Section):
     ] = 8
 
 
-# What pieces are known of: every module with parameters has one of these roles.
+# What pieces are known of: every module with parameters has one of these roles, or one that a capability adds.
 NORMS = Role.NORM, Role.HEAD_NORM
-OF_MIXTURES = (*INNER, Role.ROUTER, Role.JOINT_NORM, Role.SINKS)
-ROLES = (Role.VOCABULARY, Role.POSITIONS, *NORMS, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT, *OF_MIXTURES)
-# Of these, gradients of what all ranks hold are whole on each, and not addends.
-WHOLE = (*NORMS, Role.ROW, Role.ROUTER, Role.ROW_STACK)
+ROLES = (Role.VOCABULARY, Role.POSITIONS, *NORMS, Role.QKV, Role.COLUMN, Role.ROW, Role.OUTPUT)
+WHOLE = (*NORMS, Role.ROW)  # of these, gradients of what all ranks hold are whole on each, and not addends
 
 
 def pieces_of_size(size: int, most: int) -> int:
@@ -64,10 +62,11 @@ def values_of(given: Any) -> PiecesConfig:
 
 def unknown_role(recipe: Any) -> str:
     """Return a module with parameters whose sums have no pieces; none: empty."""
+    known = {*ROLES, *(role for roles in seams.listed("roles_in_pieces") for role in roles)}
     for parameter in inventory(recipe.model).parameters():
         module, _, kind = parameter.name.rpartition(".")
         role = role_of(module, recipe.model.roles)
-        if role not in ROLES or (role is Role.OUTPUT and kind == "bias"):
+        if role not in known or (role is Role.OUTPUT and kind == "bias"):
             return parameter.name
     return ""
 

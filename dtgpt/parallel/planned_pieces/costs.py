@@ -10,6 +10,7 @@ from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.exact_tp.config import WHOLE, pieces_of_size, values_of
 from dtgpt.parallel.expert_parallel.gathered import most_rows
+from dtgpt.parallel.more_pieces import roles
 from dtgpt.planning.activations import whole_bytes
 from dtgpt.planning.sums import Collective, ExactCosts, Parameters
 from dtgpt.posttrain.demands import rows_of
@@ -19,7 +20,7 @@ class PiecewiseCosts(ExactCosts):
     """Of sums of integers, of gradients that tensor-parallel ranks have computed in pieces."""
 
     def addends_over_tp(self, parameters: Parameters) -> list[Any]:
-        return [p for p in super().addends_over_tp(parameters) if p.role not in WHOLE]
+        return [p for p in super().addends_over_tp(parameters) if p.role not in (*WHOLE, *roles.WHOLE)]
 
     def over_tp(self, found: list[Collective], rank: Any) -> list[Collective]:
         loss, *others, joint = found
@@ -45,11 +46,21 @@ class PiecewiseCosts(ExactCosts):
             slots = most_rows(config.experts_per_token, config.num_experts // plan.ep)
         rows = plan.ep * (once + again)  # of the tokens of each rank by themselves
         shared = once + (again if config.gates_shared else to_the_end) if config.shared_size else 0
+        scatters = plan.sequence_parallel and plan.ep == 1 and not config.expert_biases
         kind, what = "reduce-scatter" if plan.sequence_parallel else "all-reduce", "activations"
         spared = [c.kind == kind and c.what.startswith(what) for c in found]
         others = [self._fewer(c, own * (once + to_the_end)) for c, own in zip(found, spared, strict=True)]
-        what, size = f"{what} of rows of experts, and gradients", round((rows * slots + shared) * unit)
-        return [*others, Collective("all-reduce", "tp", what, rows + shared, size)]
+        what, of_rows = f"{what} of rows of experts, and gradients", round(rows * slots * unit)
+        if not scatters:
+            return [*others, Collective("all-reduce", "tp", what, rows + shared, of_rows + shared * unit)]
+        weights, number = once // 2, rows_of(settings).number * rows_of(settings).length * config.experts_per_token
+        size = weights * number * max(4, settings.dtype.itemsize)
+        return [
+            *others,
+            Collective("reduce-scatter", "tp", what, rows, of_rows),
+            Collective("all-gather", "tp", "gradients of the weights of experts", weights, size),
+            Collective("all-reduce", "tp", "activations that all tokens share, and gradients", shared, shared * unit),
+        ]
 
     @staticmethod
     def _fewer(c: Collective, count: int) -> Collective:
@@ -80,7 +91,7 @@ class PiecewiseCosts(ExactCosts):
         if self.settings.plan.tp == 2 or not c.count or not c.what.startswith("activations"):
             yield c
         elif c.kind == "reduce-scatter":
-            each = c.bytes // c.count
+            each, looked_up = c.bytes // c.count, 0 if "experts" in c.what else looked_up
             yield replace(c, kind="all-to-all", count=c.count - looked_up, bytes=c.bytes - looked_up * each)
             yield replace(c, what="token embeddings", count=looked_up, bytes=looked_up * each)
         elif c.kind == "all-reduce":

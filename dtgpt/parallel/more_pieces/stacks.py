@@ -24,12 +24,12 @@ from dtgpt.ops.experts.products import (
 )
 from dtgpt.ops.linear import linear
 from dtgpt.ops.operation import Operation
+from dtgpt.parallel.exact_tp.build import Sum
 from dtgpt.parallel.exact_tp.products import column_product, operand, pieces_of, row_product
 from dtgpt.parallel.exact_tp.rows import _Shifted
 from dtgpt.parallel.exact_tp.tree import tree_sum
 
 ONES = 8  # columns, as few as kernels of 16 bits take
-Sum = Callable[[Tensor], Tensor]  # over the ranks, of what is whole on each afterwards
 
 
 def product(x: Tensor, weight: Tensor, ends: Tensor, by_inputs: bool) -> Tensor:

@@ -12,12 +12,12 @@ from dtgpt.ops.kernels.devices import has_hopper, has_triton, why_below, why_no_
 from dtgpt.ops.kernels.experts import ALIGNED, SERVED
 from dtgpt.ops.operation import Kernel
 from dtgpt.parallel.exact_tp.products import operand
-from dtgpt.parallel.exact_tp.stacks import addends
+from dtgpt.parallel.more_pieces.stacks import addends
 from dtgpt.util.shared.gpu_limits import HOPPER
 
 
 def kernels():
-    from dtgpt.parallel.exact_tp import stack_kernels  # imported on first use, since it needs Triton
+    from dtgpt.parallel.more_pieces import stack_kernels  # imported on first use, since it needs Triton
 
     return stack_kernels
 

@@ -93,7 +93,7 @@ def inner_of(terms: int) -> int:
 
 
 def stack_tree(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_inputs: bool) -> Tensor:
-    """Return what `dtgpt.parallel.exact_tp.stacks.ADDENDS` does."""
+    """Return what `dtgpt.parallel.more_pieces.stacks.ADDENDS` does."""
     x, weight, parts = operand(x), operand(weight), max(1, count // MOST)
     pairs = zip(x.chunk(parts, 1), weight.chunk(parts, 2 if by_inputs else 1), strict=True)
     return tree_sum(_launch(part, operand(w), ends, count // parts, by_inputs) for part, w in pairs)
