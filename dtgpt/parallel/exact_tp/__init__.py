@@ -20,3 +20,8 @@ CAPABILITY = Capability(
         "weight_gradient_of_pieces": f"{PART}.serve:WEIGHT_GRADIENT",
         "column_sums_of_pieces": f"{PART}.serve:COLUMN_SUMS",
         "row_sums_of_pieces": f"{PART}.serve:PIECE_SUMS",
+        "activated_in_pieces": f"{PART}.serve:ACTIVATED",
+        "norm_in_pieces": f"{PART}.serve:NORM_IN_PIECES",
+        "tree_of_stack": f"{PART}.serve:TREE_OF_STACK",
+    },
+)
