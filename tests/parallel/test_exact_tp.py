@@ -16,10 +16,11 @@ from dtgpt.models.families.track3 import Track3Config
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.loss import cross_entropy as passes
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.parallel.exact_tp import products, rows, serve
+from dtgpt.parallel.exact_tp import loss, products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.exact_tp.heads import attend_by_heads
 from dtgpt.parallel.exact_tp.loss import PiecewiseLoss
@@ -156,6 +157,21 @@ def test_a_share_knows_its_first_piece():
     group = mock.Mock(size=lambda: 4, rank=lambda: 3)
     assert Share.of(8, group) == Share(2, 6, group)
     assert PiecewiseLoss(Share(8)).share.gather(torch.ones(8)).tolist() == [1.0] * 8
+
+
+def test_kernels_read_the_ids_of_alternatives_one_behind_the_other():
+    """Those of a token lie beside each other; kernels do not know strides."""
+    draw, given = torch.Generator().manual_seed(0), []
+    logits, top_ids = torch.randn(3, 16, generator=draw), torch.randint(0, 16, (3, 2), generator=draw)
+
+    def row_terms(z, targets, *rest):
+        given.append(targets.is_contiguous())
+        return passes.row_terms(z, targets, *rest)
+
+    with mock.patch.object(loss, "passes", mock.Mock(wraps=passes, row_terms=row_terms)):
+        found = [PiecewiseLoss(Share(4)).log_probabilities(logits, ids, 16) for ids in top_ids.unbind(1)]
+    assert len(given) == 8 and all(given)
+    torch.testing.assert_close(torch.stack(found, 1), logits.log_softmax(-1).gather(1, top_ids))
 
 
 def test_the_squares_of_rows_that_ranks_share_are_added_in_pieces():

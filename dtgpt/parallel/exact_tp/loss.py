@@ -42,7 +42,7 @@ class PiecewiseLoss:
     def log_probabilities(self, logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
         """Return those of ids `[M]`, fp32, under this rank's logits `[M, V_local]`, as of the losses in training."""
         parts = [operand(part) for part in logits.chunk(self.share.number, 1)]
-        return -Rows(self.share, ids, vocab_size, 0.0).losses(slice(None), parts)
+        return -Rows(self.share, ids.contiguous(), vocab_size, 0.0).losses(slice(None), parts)
 
 
 class Rows:
