@@ -223,7 +223,7 @@ def say_parts(parts: list[Part]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1)
-    parser.add_argument("--parts", nargs="+", metavar="NAME", help="these alone, in this order")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="these parts, or PART/SCRIPT, in this order")
     parser.add_argument("--list", action="store_true", help="show the parts and measure nothing")
     parser.add_argument("--limit-s", type=float, default=1e9, help="start no script that would take longer in all")
     parser.add_argument("--output", type=Path, help="file of the rows; default: figures.jsonl beside this script")
@@ -243,8 +243,10 @@ def main() -> int:
     parts = parts_of(args.gpus)
     if args.parts:
         known = {part.name: part for part in parts}
+        known |= {f"{part.name}/{one.label}": part._replace(scripts=[one]) for part, one in scripts_of(parts)}
         if wrong := [name for name in args.parts if name not in known]:
-            parser.error(f"there is no part {wrong[0]}; the parts of {args.gpus} GPUs are {', '.join(known)}")
+            names = ", ".join(part.name for part in parts)
+            parser.error(f"there is no part {wrong[0]}; the parts of {args.gpus} GPUs are {names}")
         parts = [known[name] for name in args.parts]
     if args.list:
         say_parts(parts)
