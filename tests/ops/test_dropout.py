@@ -102,6 +102,5 @@ def test_compiled_dropout_equals_eager_and_saves_nothing():
         assert (fast - eager).norm() < 1e-5 * eager.norm()
 
     x = torch.randn(6, 40, 16, requires_grad=True)
-    without = torch.compile(lambda x, weight: F.gelu(x @ weight) + x, fullgraph=True, dynamic=False)
-    extra = sum(saved_sizes(compiled, x, weight, KEYS)) - sum(saved_sizes(without, x, weight))
-    assert extra <= KEYS.nbytes
+    saved = sum(saved_sizes(compiled, x, weight, KEYS))
+    assert saved <= sum(t.nbytes for t in (x, weight, x @ weight, KEYS))

@@ -141,7 +141,7 @@ def merge_in_graphs():
 
 def attend_twice(x, key):
     out, *_ = flash._forward(*split_qkv(x * 2), key, 0.3, 0, None)
-    return out + flash.flash_attention(*split_qkv(x), key, 0.3)
+    return out + flash._forward(*split_qkv(x), key, 0.3, 0, None)[0]
 
 
 def recomputed(x, key):

@@ -31,6 +31,7 @@ from tests.support.bodies_shards import CPU
 from tests.support.families import OURS_WITH_EXPERTS
 from tests.support.gpus import run_on_two_gpus
 from tests.support.one_rank import build_rank, differences
+from tests.support.pairwise import each_pair
 from tests.support.ranks import pool
 
 OLMOE = replace(SIX, num_experts=8)
@@ -75,15 +76,15 @@ CHOICES = {  # ranks, experts, slots: the experts of each token
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(
-    ("family", "dtype", "adapted"),
-    [("olmoe", torch.float32, False), ("olmoe", torch.bfloat16, True), ("gpt_oss_moe", torch.bfloat16, False)],
+@each_pair(
+    name=CHOICES,
+    kind=[("olmoe", torch.float32, False), ("olmoe", torch.bfloat16, True), ("gpt_oss_moe", torch.bfloat16, False)],
+    apart=[False, True],
 )
-@pytest.mark.parametrize("name", CHOICES)
-def test_gathered_tokens_have_the_bits_of_one_process(name, family, dtype, adapted, apart):
+def test_gathered_tokens_have_the_bits_of_one_process(name, kind, apart):
     """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away."""
     torch.manual_seed(4)
+    family, dtype, adapted = kind
     ranks, experts, slots, choose = CHOICES[name]
     config = replace(OURS_WITH_EXPERTS[family], num_experts=experts, experts_per_token=slots)
     choices = choose(ranks * 7).reshape(ranks, 7, slots)

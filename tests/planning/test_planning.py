@@ -87,6 +87,9 @@ def test_the_keep_decisions_of_flash_are_counted(recipe, length):
 
 
 def check_messages(cases: list[Recipe], world: int) -> None:
+    """Hold what ranks send against the plan; each replica has two micro-batches."""
+    samples = [2 * case.micro_batch_size * parse_plan(case.plan).for_world(world).dp for case in cases]
+    cases = [replace(case, global_batch_size=size) for case, size in zip(cases, samples, strict=True)]
     seen = pool().run(world, bodies_dryrun.messages, cases)
     for at, case in enumerate(cases):
         settings = case.settings(parse_plan(case.plan).for_world(world), CPU)

@@ -42,11 +42,11 @@ LLAMA = {
 TOKENS = (torch.arange(24) * 10).view(2, 12)
 
 
-def save_base(kind: str, folder: Path, seed: int = 0) -> Path:
+def save_base(kind: str, folder: Path, seed: int = 0, **sizes) -> Path:
     """A model as transformers saves it, with weights that matter."""
     torch.manual_seed(seed)
     if kind in MODELS:
-        model = initial_model(kind, seed, vocab_size=257, max_position_embeddings=16)
+        model = initial_model(kind, seed, vocab_size=257, max_position_embeddings=16, **sizes)
     elif kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **LLAMA))
     else:

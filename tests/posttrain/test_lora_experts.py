@@ -36,9 +36,9 @@ STEPS, RANK = 3, 3
 LORA = LoraConfig(rank=RANK, alpha=12.0)
 
 
-def run_of(recipe, kind, folder, **changes):
+def run_of(recipe, kind, folder, layers=2, **changes):
     """A run that trains adapters on a base of a family."""
-    base = save_base(kind, folder / "base")
+    base = save_base(kind, folder / "base", num_hidden_layers=layers)
     optimizer = OptimizerConfig(lr=1e-2, warmup=0, schedule="constant", weight_decay=0.1)
     model = replace(open_config(base), dropout=0.1)
     given = {"model": model, "init_from": str(base), "lora": LORA, "optimizer": optimizer, "steps": STEPS, **changes}
@@ -85,10 +85,10 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(recipe
     lora = run_of(recipe, kind, tmp_path, global_batch_size=12, micro_batch_size=6)
     losses, weights = train_and_save(lora, tmp_path / "one", STEPS)
     assert losses[-1] < losses[0] - 0.05
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if ".3.mlp.experts." in name}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if ".1.mlp.experts." in name}
     model = lora.model
     assert shapes == {
-        f"blocks.3.mlp.experts.{name}": (model.num_experts, *shape)
+        f"blocks.1.mlp.experts.{name}": (model.num_experts, *shape)
         for name, shape in {
             "gate_up.lora.a": (RANK, 48), "gate_up.lora.b": (2 * model.expert_size, RANK),
             "down.lora.a": (RANK, model.expert_size), "down.lora.b": (48, RANK),
@@ -170,7 +170,7 @@ def test_an_adapter_of_other_experts_is_refused(recipe, tmp_path):
     train_and_save(lora, tmp_path / "run", 1)
     convert(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "peft", ConvertOptions(to="peft"))
     path = tmp_path / "peft" / "adapter_model.safetensors"
-    stored, name = load_file(path), "base_model.model.model.layers.2.mlp.experts.base_layer.lora_A.weight"
+    stored, name = load_file(path), "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
     save_file(stored | {name: stored[name][:-1].contiguous()}, path)
     with pytest.raises(UserError, match=r"experts.gate_up_proj'? is not for 8 matrices"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
@@ -187,7 +187,7 @@ def test_the_gate_holds_adapters_of_experts_to_float64(recipe, tmp_path):
     record = traced_record(lora, Tracing(file, tmp_path / "shared", is_reference=True))
     exact = Reference(file, record).exact
     names = {key.name for key in exact.keys if key.kind == "parameter"}
-    assert "blocks.2.mlp.experts.down.lora.b" in names and not any("router" in name for name in names)
+    assert "blocks.1.mlp.experts.down.lora.b" in names and not any("router" in name for name in names)
     for name in names:
         found, expected = record.tensors[f"first gradient/{name}"], exact[Key(0, "parameter", name)]
         assert (found - expected).norm() <= 1e-5 * expected.norm(), name
@@ -197,11 +197,12 @@ def test_the_gate_holds_adapters_of_experts_to_float64(recipe, tmp_path):
 def test_routers_are_balanced_by_what_is_trained_before_them(recipe, plan, tmp_path):
     """Loads of all blocks count, also of one before which nothing is trained; losses change adapters."""
     balance = BalanceConfig(loss=0.7, z_loss=0.3)
-    lora = run_of(recipe, "olmoe", tmp_path, lora=replace(LORA, targets="column"), balance=balance, micro_batch_size=4)
+    lora = replace(LORA, targets="column")
+    lora = run_of(recipe, "olmoe", tmp_path, layers=4, lora=lora, balance=balance, micro_batch_size=4)
     whole = balanced_steps(lora)
     found = pool().run(2, balanced_steps, replace(lora, plan=plan, micro_batch_size=2))[0]
     tokens = lora.global_batch_size * lora.model.seq_length * 3
-    assert [[sum(layer) for layer in loads] for loads in whole.loads] == [[tokens] * 4] * STEPS
+    assert [[sum(layer) for layer in loads] for loads in whole.loads] == [[tokens] * lora.model.num_layers] * STEPS
     assert found.loads == whole.loads and found.losses == pytest.approx(whole.losses, abs=1e-6)
     for ours, theirs in zip(found.figures, whole.figures, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6)

@@ -71,7 +71,9 @@ def test_add():
     assert add(1, 1) == RIGHT
 """,
     "tests/test_user.py": "import dtgpt.user\n",
-    "tests/test_fast.py": "import dtgpt.fast.launch\n",
+    "tests/test_fast.py": "import dtgpt.fast.launch\nfrom tests.support import bodies\n",
+    "tests/fast/test_near.py": "",
+    "tests/support/bodies.py": "LIMIT = 1\n\n\ndef end():\n    return LIMIT\n",
     "tests/test_walk.py": "",
 }
 USED = {
@@ -83,6 +85,7 @@ USED = {
     "dtgpt/user.py:look": {"tests/test_user.py::test_look"},
     "dtgpt/again.py:again": {"tests/test_user.py::test_again"},
     "dtgpt/fast/launch.py:launch": {"tests/test_fast.py::test_launch"},
+    "tests/fast/test_near.py:test_near": {"tests/fast/test_near.py::test_near"},
     "read recipes/tiny.py": {"tests/test_user.py::test_recipe"},
     "read page.md": {"import tests/test_sums.py"},
     "list recipes": {"tests/test_user.py::test_all_recipes"},
@@ -113,7 +116,8 @@ def tree(tmp_path):
 @pytest.fixture
 def record(tree):
     tests = {test for found in USED.values() for test in found if "::" in test}
-    return Record(git(tree, "rev-parse", "HEAD"), dict.fromkeys(sorted(tests), 1.0), USED)
+    seconds = {test: 0.1 if "near" in test else 1.0 for test in sorted(tests)}
+    return Record(git(tree, "rev-parse", "HEAD"), seconds, USED)
 
 
 def chosen(tree: Path, record: Record) -> set[str]:
@@ -143,6 +147,11 @@ def chosen(tree: Path, record: Record) -> set[str]:
         ("dtgpt/sums.py", "return 1\n\n\nMADE", "return 2\n\n\nMADE", {"test_made"}),
         ("dtgpt/fast/kernel.py", "x * 2", "x + x", {"test_launch"}),
         ("dtgpt/fast/sums.cu", "sums()", "sums(int n)", {"test_launch"}),
+        # an attribute, which other files look up: also the quick tests of the folder
+        ("dtgpt/fast/launch.py", "def launch", "class Way:\n    kind = 1\n\n\ndef launch", {"test_near"}),
+        # a process of a test that left no record
+        ("tests/support/bodies.py", "return LIMIT", "return LIMIT + 1", {"test_launch"}),
+        ("tests/support/bodies.py", "LIMIT = 1", "LIMIT = 2", {"test_launch"}),
         # read when the file of tests was imported
         ("page.md", "me", "it", {"test_add", "test_limit", "test_count", "test_made"}),
         ("recipes/tiny.py", "STEPS = 3", "STEPS = 4", {"test_recipe"}),

@@ -59,6 +59,8 @@ class Selection:
         for words in record.used:
             self._used_in[words.partition(":")[0]].append(words)
         self._spread: set[tuple[str, str]] = set()
+        self._test_folders = {os.path.dirname(file) for file in self.graph.paths} | {""}
+        self._found = False  # whether the record names a test of what is looked up
         self.counts: Counter[str] = Counter()
 
     def run(self) -> Choice:
@@ -87,6 +89,7 @@ class Selection:
 
     def _add(self, words: str, reason: str) -> None:
         """Choose the tests that used what the words name; names of a file whose import used it are changed, too."""
+        self._found |= words in self.record.used
         for test in self.record.used.get(words, ()):
             if test.startswith("import "):
                 file = test.removeprefix("import ")
@@ -104,10 +107,11 @@ class Selection:
             path, name = waiting.pop()
             self._add(f"{self._then.get(path, path)}:{name}", reason)
             users = {user for user, used in self._later.items() if name.rpartition(".")[2] in used} - seen
-            if users and os.path.basename(path).startswith("test_"):  # for others, this is another thing of that name
-                self.choice.files.setdefault(path, reason)
+            if users and path.startswith("tests/"):  # for those that do not import it, this is another of that name
                 importers = self.graph.reached_from({path})
                 users = {user for user in users if user[0] in importers}
+                if os.path.basename(path).startswith("test_"):
+                    self.choice.files.setdefault(path, reason)
             seen |= users
             waiting += users
 
@@ -135,11 +139,13 @@ class Selection:
         functions, names = differences(before, after)
         self.counts["functions"] += len(functions)
         for name in functions:
+            self._found = False
             self._function(old or path, name, "executed")
             self._function(path, name, "executed")
             if name in before.kernels | after.kernels:
                 self._name(path, name)
                 self._folder(path)
+            self._unknown(path)
         is_test = os.path.basename(path).startswith("test_")
         module_names = names - functions
         self.counts["names at module level"] += len(module_names)
@@ -147,7 +153,12 @@ class Selection:
             if is_test and name in module_names:
                 self.choice.files.setdefault(path, "its module level")
             if name not in before.functions or name not in after.functions:  # else: a default or a decorator
+                self._found = False
                 self._name(path, name)
+                if name != "__doc__":
+                    self._unknown(path)
+        if path.startswith("dtgpt/") and module_names - before.aliases.keys() - after.aliases.keys():
+            self._neighbours(path)
         if os.path.basename(path) == "conftest.py" and module_names:
             folder = os.path.dirname(path)
             self.choice.files |= {file: "conftest" for file in self.graph.paths if file.startswith(f"{folder}/")}
@@ -184,6 +195,24 @@ class Selection:
                     if other not in source.aliases and other not in source.functions
                 ):
                     self.choice.files.setdefault(holder, "module level")
+
+    def _neighbours(self, path: str) -> None:
+        """Choose the quick tests of the folder that belongs to a file of the package: which of them look at a table, or
+        at an attribute of a class, through another object, no record says."""
+        folder = os.path.dirname(path).replace("dtgpt", "tests", 1)
+        while folder not in self._test_folders:
+            folder = os.path.dirname(folder)
+        for test, seconds in self.record.seconds.items() if folder != "tests" else ():
+            if test.startswith(f"{folder}/") and seconds < LIMIT:
+                self.choice.tests.setdefault(test, "folder")
+
+    def _unknown(self, path: str) -> None:
+        """Choose, where no recorded test has executed what was looked up, those that may: the files that import this
+        helper of tests. A process that is killed, or replaced by a program, leaves no record."""
+        if not self._found and path.startswith("tests/"):
+            for file in self.graph.reached_from({path}):
+                if os.path.basename(file).startswith("test_"):
+                    self.choice.files.setdefault(file, "imports")
 
     def _by_text(self, path: str, name: str) -> None:
         """Choose the tests of a file that is imported by a text which names this object or, with its folder, the

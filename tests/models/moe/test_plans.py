@@ -221,14 +221,17 @@ def test_narrow_types_follow_one_process(moe, family, plan, changes, rel):
 EXACT = [  # the first plan holds for the others where tp and cp are the same
     (["single", "dp2", "dp2_ep2_pp2_interleaved_zero3"], {"steps": 1}),
     (["single", "dp3_ep3_zero3", "dp2_ep2_pp2_zero1"], {"precision": "bf16", "global_batch_size": 12}),
-    (["single", "dp4_ep2_zero2"], {"precision": "bf16", "global_batch_size": 12, "micro_batch_size": 3, "model": MANY}),
-    (["single", "dp2_ep2_zero2"], {"precision": "bf16", "recompute": "full"}),
+    (
+        ["single", "dp4_ep2_zero2"],
+        {"precision": "bf16", "global_batch_size": 12, "micro_batch_size": 3, "model": MANY, "steps": 1},
+    ),
+    (["single", "dp2_ep2_zero2"], {"precision": "bf16", "recompute": "full", "steps": 1}),
     (
         ["single", "dp2_zero1", "pp2_gpipe"],
         {"precision": "fp16", "loss_scale": LossScaleConfig(initial=2.0**10)},
     ),
     (["tp2_sp", "dp2_tp2_sp_zero3", "tp2_sp_pp2"], {"model": MANY, "steps": 1}),
-    (["cp2", "cp2_zero2"], {"model": MANY, "steps": 1}),
+    (["cp2", "cp2_zero2"], {"model": MANY, "steps": 1, "global_batch_size": 4}),
 ]
 
 
