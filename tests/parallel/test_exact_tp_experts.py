@@ -12,6 +12,7 @@ from dtgpt.models.moe.mixture import Experts
 from dtgpt.ops.experts.products import Groups, grouped_linear
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.optim.balance.config import BalanceConfig
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
@@ -67,7 +68,7 @@ def differing(recipe, plans: list[str], body=bits_and_choices) -> dict[str, list
         (["tp4", "dp2_tp2_sp_zero3"], {"model": OLMOE, "precision": "bf16", "global_batch_size": 8}),
         (["tp2_sp", "dp2_tp2_sp_ep2_zero2"], {"model": OLMOE, "recompute": "full", "global_batch_size": 8}),
         (["tp2_sp_pp2"], {"model": OLMOE}),
-        (["tp4_sp"], {"precision": "fp16"}),
+        (["tp4_sp"], {"precision": "fp16", "loss_scale": LossScaleConfig(initial=1024.0)}),  # no step is skipped
         (["tp2_sp"], {"model": OLMOE, "precision": "bf16", "optimizer": MuonConfig(lr=6e-3)}),
     ],
 )
