@@ -19,6 +19,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.loss import cross_entropy as passes
 from dtgpt.ops.norms import rows_summed_by
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
+from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel.exact_tp import loss, products, rows, serve
 from dtgpt.parallel.exact_tp.config import PiecesConfig
@@ -81,7 +82,10 @@ def differing(recipe, plans: list[str], body=bits_of_steps) -> dict[str, list[st
         (["tp2"], {"model": QWEN3, "precision": "bf16", "recompute": "full"}),
         (["tp2_sp"], {"model": LLAMA, "precision": "bf16", "recompute": "full", "optimizer": MuonConfig(lr=6e-3)}),
         (["tp2_sp"], {"model": replace(OURS["gemma3"], num_layers=3)}),
-        (["tp4_sp"], {"exact_tp": PiecesConfig(pieces=4), "precision": "fp16"}),
+        (
+            ["tp4_sp"],
+            {"exact_tp": PiecesConfig(pieces=4), "precision": "fp16", "loss_scale": LossScaleConfig(initial=1024.0)},
+        ),
     ],
 )
 def test_a_plan_has_the_bits_of_one_process(exact, plans, changes):
