@@ -168,7 +168,7 @@ def _plain(name: str) -> str:
 
 
 HOW_WELL = {  # docs/planning.md has the table
-    "H200": "3 % in the median of 57 measured steps, 13 % at most",
+    "H200": "3 % in the median of 59 measured steps, 13 % at most",
     "H100": "0 to 10 % in 3 measured steps of one GPU; plans of several were not measured",
 }
 BY_SHEET = "by the data sheet, never measured: expect 30 % either way"

@@ -23,6 +23,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 # for 4 micro-batches of 4 samples of the 345M and 76.0 for one of 16 (benchmarks/notes/plans.md and steps.md).
 START, PRODUCT_START = 2.5e-6, 6e-6
 TILE = 128  # rows and columns; a product computes whole tiles
+OF_STACKS = 0.8  # of the rate of products, those of a stack of experts: steps.md, 1,447 ms of a step of OLMoE
 HALF_LENGTH = 610  # tokens of a sample at which attention reaches half of its rate: diagonal tiles, short loops
 MASKED = 1.21  # attention with dropout, which draws and reads masks: steps.md, 2.5 of 11.7 ms of the 345M
 SPLIT = 1.45  # blocks under ZBVZeroBubble: PyTorch's own operations; notes/plans.md, 125.0 ms where 1F1B takes 96.3
@@ -87,6 +88,11 @@ class Operations:
             self.rates.products_fp8 if fp8 and self.rates.products_fp8 else self.rate
         )
 
+    def products(self, count: int, rows: int, inner: int, columns: int, fp8: bool) -> float:
+        """Return the seconds of one product, or of those of a stack of `count` matrices, which one kernel computes."""
+        one = self.product(rows, inner, columns, fp8)
+        return one if count == 1 else PRODUCT_START + count * (one - PRODUCT_START) / OF_STACKS
+
     def moved(self, elements: float, kernels: int = 1, width: float | None = None) -> float:
         """Return the seconds in which `elements` of each token are read or written."""
         return kernels * START + self.tokens * elements * (width or self.width) / self.rates.memory
@@ -108,10 +114,10 @@ class Operations:
             count = math.prod(stack)  # of matrices, each for a share of the tokens
             share = config.used_elements(p.shape, p.role) / math.prod(p.shape)
             tokens = math.ceil(self.tokens * share)
-            forward += count * self.product(tokens, inner, rows, fp8)
-            backward += count * self.product(tokens, rows, inner, fp8)
+            forward += self.products(count, tokens, inner, rows, fp8)
+            backward += self.products(count, tokens, rows, inner, fp8)
             if trains:
-                backward += count * self.product(rows, tokens, inner, fp8)
+                backward += self.products(count, rows, tokens, inner, fp8)
             if settings.freezes_weights:
                 forward, backward = self._adapted(p, count, tokens, rows, inner, forward, backward)
             if lora.quantises(p):  # each pass makes the matrix anew: its 4 bits are read, its elements written
@@ -149,7 +155,8 @@ class Operations:
         lora = self.settings.section(LoraConfig)
         if not lora.adapts(p):
             return forward, backward
-        one = count * (self.product(tokens, inner, lora.rank) + self.product(tokens, lora.rank, rows))
+        down = self.products(count, tokens, inner, lora.rank, False)
+        one = down + self.products(count, tokens, lora.rank, rows, False)
         return forward + one, backward + 2 * one
 
     def _cores(self, index: int) -> tuple[float, float, float]:
