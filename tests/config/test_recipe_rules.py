@@ -51,7 +51,7 @@ def test_every_sentence_of_a_recipe_can_be_written(full):
         *sentences(NOTES, full, choice=choice, device="cpu", length=10),
     ]
     assert (
-        len(added("plan_rules")) == 4
+        len(added("plan_rules")) == 5
         and len(told) > 20
         and "global_batch_size=8 is not a multiple of micro_batch_size=4; " in "".join(told)
     )

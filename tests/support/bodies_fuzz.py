@@ -40,8 +40,8 @@ def with_mask_offset(setting: Setting, case: Case, run: Run) -> Seen | None:
 
 def with_half_of_router_gradients(setting: Setting, case: Case, run: Run) -> Seen | None:
     def half(ctx, grad):
-        dx, dweight, none = backward(ctx, grad)
-        return dx, dweight / 2, none
+        dx, dweight = backward(ctx, grad)
+        return dx, dweight / 2
 
     backward = _Logits.backward
     with mock.patch.object(_Logits, "backward", half):
