@@ -138,13 +138,8 @@ class NormInPieces(torch.autograd.Function):
         total, normed, mean, rstd = norm_forward(x, branch, branch_bias, weight, bias, eps, key, p, start)
         total = x.view_as(x) if total is None else total
         ctx.save_for_backward(None if weight is None else total, mean, rstd, weight, branch_bias, key)
-        ctx.p, ctx.start, ctx.share, ctx.has_branch, ctx.has_bias = (
-            p,
-            start,
-            share,
-            branch is not None,
-            bias is not None,
-        )
+        ctx.p, ctx.start, ctx.share = p, start, share
+        ctx.has_branch, ctx.has_bias = branch is not None, bias is not None
         ctx.set_materialize_grads(False)
         return total, normed
 
