@@ -149,7 +149,7 @@ def test_without_time_or_a_package_a_script_is_not_started(run, capsys):
 
 def test_a_script_is_ended_when_its_time_is_up(run, monkeypatch):
     monkeypatch.setattr(importlib.import_module("all"), "LEAST", 0.1)
-    code, rows = run({"endless": "while True: pass"}, limit_s=0.5, seconds=0)
+    code, rows = run({"endless": "import time; time.sleep(60)"}, limit_s=2.0, seconds=0)
     assert code == 1 and re.fullmatch(r"ended after \d+ s", rows[0]["failed"])
 
 
