@@ -7,6 +7,7 @@ that read `Bounds` from the annotation compare it with itself. A new field is a 
 import importlib
 import inspect
 import operator
+import re
 from dataclasses import is_dataclass, make_dataclass
 from math import inf, nextafter
 from pathlib import Path
@@ -21,16 +22,17 @@ TAKEN = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": 
 
 
 def bounded_fields():
-    """Yield "Class.field" and the annotation of each field with bounds, of the class that annotates it."""
+    """Yield "Class.field" and the annotation of each field with bounds, of the class whose statement annotates it:
+    `make_dataclass` repeats fields of others, under the name of its module since Python 3.12."""
     for path in sorted((ROOT / "dtgpt").rglob("*.py")):
-        if "Bounds" in path.read_text():
+        if "Bounds" in (text := path.read_text()):
             module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-            for owner in vars(module).values():
-                if isinstance(owner, type) and is_dataclass(owner) and owner.__module__ == module.__name__:
+            for name, owner in vars(module).items():
+                if is_dataclass(owner) and re.search(rf"^class {name}\b", text, re.MULTILINE):
                     hints = get_type_hints(owner, include_extras=True)
-                    for name in inspect.get_annotations(owner):
-                        if any(isinstance(each, Bounds) for each in get_args(hints[name])):
-                            yield f"{owner.__name__}.{name}", hints[name]
+                    for field in inspect.get_annotations(owner):
+                        if any(isinstance(each, Bounds) for each in get_args(hints[field])):
+                            yield f"{name}.{field}", hints[field]
 
 
 def is_taken(name, config, value):

@@ -21,7 +21,9 @@ NODE = gl.constexpr(64 * 256 // 2)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
 FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 KEPT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # so called until Triton 3.7
+# So called until Triton 3.7.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+wait_for_group = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
@@ -48,10 +50,10 @@ def _write(out, node, place, row, column):
     numbers = gl.convert_layout(gl.reshape(gl.join(a, b), (ROWS, COLUMNS)), SUMS)
     place = place._reinterpret(gl.bfloat16, [ROWS, COLUMNS], out.layout)
     tma.store_wait(0)
-    gl.thread_barrier()
+    wait_for_group()
     place.store(numbers)
     fence_async_shared()
-    gl.thread_barrier()
+    wait_for_group()
     tma.async_copy_shared_to_global(out, [row, column], place)
 
 
@@ -136,7 +138,7 @@ def _add(
                 elif piece % 4 == 1:
                     if piece == 1:  # what was written of the last tile has left its place
                         tma.store_wait(0)
-                        gl.thread_barrier()
+                        wait_for_group()
                     kept.index(PART).store(made)
                 else:
                     gl.store(memory + at, made)
