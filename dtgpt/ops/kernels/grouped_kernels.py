@@ -51,9 +51,21 @@ def tiles_kernel(ends, tiles, most, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS
 
 @triton.jit
 def grouped_kernel(
-    x, w, y, inner, tiles, most, across, steps, N, per_expert,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    y,
+    inner,
+    tiles,
+    most,
+    across,
+    steps,
+    N,
+    per_expert,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+):
     """Write tiles of y `[M, N]` from x `[M, K]` and a stack w, and to inner `[M, N / 2]` what SwiGLU makes of them;
     None: of nothing. x and w are descriptors; w has `per_expert` rows of each expert: `[E N, K]` where it is BY_ROWS,
     else `[E K, N]`. N is `across` BN, K `steps` BK; tiles: of `tiles_kernel`."""
@@ -110,10 +122,23 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, activate: bool = Fa
     tiles_kernel[(most,)](ends, tiles, most, E=count, EXPERTS=experts, ROWS=tile.BM, num_warps=1)
     flat = (weight if by_rows else weight.mT).view(-1, size if by_rows else columns)
     grouped_kernel[(min(multiprocessors(x.device) * tile.programs, most * across),)](
-        _described(x, tile.BM, TERMS), _described(flat, *(tile.BN, TERMS) if by_rows else (TERMS, tile.BN)),
-        y, inner, tiles, most, across, size // TERMS, columns, columns if by_rows else size,
-        BM=tile.BM, BN=tile.BN, BK=TERMS, BY_ROWS=by_rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        _described(x, tile.BM, TERMS),
+        _described(flat, *(tile.BN, TERMS) if by_rows else (TERMS, tile.BN)),
+        y,
+        inner,
+        tiles,
+        most,
+        across,
+        size // TERMS,
+        columns,
+        columns if by_rows else size,
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=TERMS,
+        BY_ROWS=by_rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return y, inner
 
 

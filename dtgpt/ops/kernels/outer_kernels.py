@@ -32,9 +32,21 @@ WIDE, NARROW = Tile(128, 256, 8, 4), Tile(128, 128, 4, 3)
 
 @triton.jit
 def add_outer_kernel(
-    dy, x, total, dy_at, x_at, ends, N, K, down,
-    FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ENGINE: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    total,
+    dy_at,
+    x_at,
+    ends,
+    N,
+    K,
+    down,
+    FIRST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    ENGINE: tl.constexpr,
+):
     """Set a tile of an expert's total, fp32 `[E N, K]`, to that of dy^T x where it is FIRST, else add it: over the
     expert's rows of dy `[M, N]` and x `[M, K]`. These are descriptors, and `.._at` where they lie; N is `down` BM."""
     tile, expert = tl.program_id(0), tl.program_id(1)
@@ -73,11 +85,23 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
     tile = WIDE if width % WIDE.BN == 0 else NARROW
     down = height // tile.BM
     add_outer_kernel[(down * (width // tile.BN), len(ends))](
-        _described(dy, TERMS, tile.BM), _described(x, TERMS, tile.BN), _described(total.view(-1, width), *tile[:2]),
-        dy, x, ends, height, width, down,
-        FIRST=first, BM=tile.BM, BN=tile.BN, BK=TERMS, ENGINE=PTX.value,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        _described(dy, TERMS, tile.BM),
+        _described(x, TERMS, tile.BN),
+        _described(total.view(-1, width), *tile[:2]),
+        dy,
+        x,
+        ends,
+        height,
+        width,
+        down,
+        FIRST=first,
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=TERMS,
+        ENGINE=PTX.value,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
