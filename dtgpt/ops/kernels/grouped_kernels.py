@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dtgpt.ops.kernels.descriptors import described
 from dtgpt.ops.kernels.devices import multiprocessors
 from dtgpt.ops.kernels.expert_kernels import find_rows
 from dtgpt.ops.kernels.swiglu_kernels import sigmoid
@@ -122,8 +122,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, activate: bool = Fa
     tiles_kernel[(most,)](ends, tiles, most, E=count, EXPERTS=experts, ROWS=tile.BM, num_warps=1)
     flat = (weight if by_rows else weight.mT).view(-1, size if by_rows else columns)
     grouped_kernel[(min(multiprocessors(x.device) * tile.programs, most * across),)](
-        _described(x, tile.BM, TERMS),
-        _described(flat, *(tile.BN, TERMS) if by_rows else (TERMS, tile.BN)),
+        described(x, tile.BM, TERMS),
+        described(flat, *(tile.BN, TERMS) if by_rows else (TERMS, tile.BN)),
         y,
         inner,
         tiles,
@@ -140,7 +140,3 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, activate: bool = Fa
         num_stages=tile.num_stages,
     )
     return y, inner
-
-
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

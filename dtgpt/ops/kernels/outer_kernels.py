@@ -11,8 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dtgpt.ops.kernels.descriptors import described
 from dtgpt.ops.kernels.machine import PTX
 
 TERMS = 64  # rows of an expert at a time
@@ -85,9 +85,9 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
     tile = WIDE if width % WIDE.BN == 0 else NARROW
     down = height // tile.BM
     add_outer_kernel[(down * (width // tile.BN), len(ends))](
-        _described(dy, TERMS, tile.BM),
-        _described(x, TERMS, tile.BN),
-        _described(total.view(-1, width), *tile[:2]),
+        described(dy, TERMS, tile.BM),
+        described(x, TERMS, tile.BN),
+        described(total.view(-1, width), *tile[:2]),
         dy,
         x,
         ends,
@@ -102,7 +102,3 @@ def add_outer(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

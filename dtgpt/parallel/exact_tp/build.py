@@ -94,7 +94,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
 def add_in_pieces(part: Decoder, building: Building) -> None:
     """Bind to a stage for inference what has the bits of a stage in training: the sums that a plan may cut, and the
     terms of the loss. All other results have them anyway."""
-    settings, most = building.settings, values_of(building.settings).pieces
+    settings, share, most = building.settings, share_of(building), values_of(building.settings).pieces
     if most % settings.plan.tp:
         raise UserError(
             f"the run has {NAME}.pieces={most}, which tp={settings.plan.tp} does not divide; use a tp that does, or "
@@ -102,7 +102,7 @@ def add_in_pieces(part: Decoder, building: Building) -> None:
         )
     for name, module in part.named_modules():
         role = role_of(name, settings.model.roles)
-        _bind_sums(role, module, share_of(building))
+        _bind_sums(role, module, share)
         if role is Role.ROW and settings.plan.tp > 2:
             bind(module, over_ranks=partial(sum_over_ranks, group=building.mesh.devices.get_group("tp")))
 

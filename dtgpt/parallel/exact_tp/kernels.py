@@ -10,19 +10,17 @@ Nodes that wait are packed, two bf16 numbers in a register: as 16-bit values the
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.descriptors import described
 from dtgpt.ops.kernels.devices import has_gluon, multiprocessors
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.tree import tree_sum
-
-if TYPE_CHECKING:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 8  # pieces of a program
 LEVELS = 2  # of nodes that wait in memory, of so many pieces
@@ -203,7 +201,7 @@ def _launch_tree(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tens
     memory = torch.empty(numbers // 2 if packed else numbers, dtype=torch.int32 if packed else x.dtype, device=x.device)
     block = [tile.BN, tile.BK] if by_inputs else [tile.BK, tile.BN]
     tree_kernel[(programs,)](
-        described(x, [tile.BM, tile.BK]), described(weight, block), described(out, [tile.BM, tile.BN]), memory,
+        described(x, tile.BM, tile.BK), described(weight, *block), described(out, tile.BM, tile.BN), memory,
         down, across, size // count // tile.BK,
         COUNT=count, BM=tile.BM, BN=tile.BN, BK=tile.BK, BY_INPUTS=by_inputs, PACKED=packed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -237,13 +235,6 @@ def _launch_warps(x: Tensor, weight: Tensor, out: Tensor, count: int, by_inputs:
 def programs_of(device: torch.device) -> int:
     """Return the programs that run at once; where kernels are interpreted, two."""
     return multiprocessors(device) if device.type == "cuda" else 2
-
-
-def described(x: Tensor, block: Sequence[int]) -> "TensorDescriptor":
-    """Return a descriptor of x, read and written in blocks."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
 def fits(rows: int, columns: int, terms: int) -> bool:
@@ -315,7 +306,7 @@ def gradient_product(dy: Tensor, x: Tensor, count: int, by_inputs: bool) -> Tens
     parts = out if chains == 1 else torch.empty(chains, height, width, dtype=torch.float32, device=x.device)
     down, across = height // tile.BM, width // tile.BN
     gradient_kernel[(min(down * across * chains, programs_of(x.device)),)](
-        described(dy, [tile.BK, tile.BM]), described(x, [tile.BK, tile.BN]), described(out, [tile.BM, tile.BN]), parts,
+        described(dy, tile.BK, tile.BM), described(x, tile.BK, tile.BN), described(out, tile.BM, tile.BN), parts,
         down, across, rows // chains // tile.BK,
         CHAINS=chains, BM=tile.BM, BN=tile.BN, BK=tile.BK, PACKED=packed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -1,5 +1,6 @@
 """What a stage is given to compute in pieces, beside what `exact_tp` gives it."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,8 @@ from dtgpt.models.binding import bind, bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.build import Building, Entry
-from dtgpt.parallel.exact_tp.build import collectives_of, local_product, share_of, sum_of_ranks
+from dtgpt.parallel.exact_tp.build import Sum, collectives_of, local_product, share_of, sum_of_ranks
+from dtgpt.parallel.exact_tp.tree import Share
 from dtgpt.parallel.more_pieces.joint import joint_norm
 from dtgpt.parallel.more_pieces.roles import WHOLE
 from dtgpt.parallel.more_pieces.stacks import column_stack, inner_column, inner_row, row_stack
@@ -35,7 +37,7 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
     of_rows = None if owners else sums
     for name, module in part.named_modules():
         role, columns = role_of(name, building.settings.model.roles), 0
-        _bind_sums(role, module, building, rows_apart=owners is not None)
+        _bind_sums(role, module, share, sums, of_rows)
         if role is Role.INNER_COLUMN:
             columns = share(module.weight.shape[0]).number
             bind(module, product=local_product(partial(inner_column, columns, sums)))
@@ -53,23 +55,25 @@ def cut_into_pieces(part: Decoder, building: Building) -> None:
 
 def add_in_pieces(part: Decoder, building: Building) -> None:
     """Bind to a stage for inference the sums that a plan may cut: what ends a branch has nothing left to add."""
+    share, sums = share_of(building), sum_of_ranks(building)
     for name, module in part.named_modules():
         role = role_of(name, building.settings.model.roles)
-        _bind_sums(role, module, building, rows_apart=False)
+        _bind_sums(role, module, share, sums, sums)
         if role is Role.EXIT:
             bind(module, over_ranks=lambda whole: whole)
 
 
-def _bind_sums(role: Role | None, module: Any, building: Building, rows_apart: bool) -> None:
-    """Bind what sums in forward over what tensor parallelism may cut. rows_apart: whether rows of experts are added up
-    over the ranks by what calls their products."""
-    share, sums = share_of(building), sum_of_ranks(building)
+def _bind_sums(
+    role: Role | None, module: Any, share: Callable[[int], Share], sums: Sum | None, of_rows: Sum | None
+) -> None:
+    """Bind what sums in forward over what tensor parallelism may cut. sums: over the ranks; of_rows: the same of rows
+    of experts, None where what calls their products adds them up."""
     if role is Role.INNER_ROW:
         own = share(module.weight.shape[1]).number
         bind(module, product=local_product(partial(inner_row, own, sums)), pieces=own)
     elif role is Role.ROW_STACK:
         own = share(module.weight.shape[2]).number
-        bind(module, product=partial(row_stack, own, None if rows_apart else sums), pieces=own, through=None)
+        bind(module, product=partial(row_stack, own, of_rows), pieces=own, through=None)
     elif role is Role.JOINT_NORM:
         heads = share(module.width)
         bind(module, product=partial(joint_norm, heads, module.width, module.eps), pieces=heads.number)

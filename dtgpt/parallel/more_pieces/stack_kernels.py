@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.descriptors import described
 from dtgpt.ops.kernels.expert_kernels import find_rows
 from dtgpt.parallel.exact_tp.products import operand
 from dtgpt.parallel.exact_tp.tree import tree_sum
@@ -100,20 +101,16 @@ def stack_tree(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_inputs: b
 
 
 def _launch(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_inputs: bool) -> Tensor:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (rows, size), experts, per_expert = x.shape, *weight.shape[:2]
     columns, inner = per_expert if by_inputs else weight.shape[2], inner_of(size // count)
     out = x.new_empty(rows, columns)
     flat = weight.view(experts * per_expert, -1)
-    given = TensorDescriptor(x, list(x.shape), list(x.stride()), [BM, inner])
     block = [BN, inner] if by_inputs else [inner, BN]
-    matrix = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block)
     # Each expert may leave a tile unfilled.
     grid = ((triton.cdiv(rows, BM) + experts) * triton.cdiv(columns, BN),)
     stack_tree_kernel[grid](
-        given,
-        matrix,
+        described(x, BM, inner),
+        described(flat, *block),
         ends,
         out,
         size // count,

@@ -20,6 +20,7 @@ from dtgpt.ops.kernels.decode import experts
 from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
 from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
+from dtgpt.ops.kernels.descriptors import described
 from dtgpt.ops.kernels.devices import has_hopper, has_triton, multiprocessors, shared_memory, why_no_triton
 from dtgpt.ops.operation import Kernel, Operation
 
@@ -118,13 +119,6 @@ def choose_large(rows: int, columns: int, processors: int) -> Tile:
 def copied_in_tiles(x: Tensor) -> bool:
     """Return whether the copy engine reads tiles of 16-bit x `[R, K]`: rows begin at multiples of 16 bytes."""
     return x.itemsize == 2 and x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
-
-
-def described(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of x `[R, K]`, read in tiles `[rows, columns]`."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # imported on first use, since it needs Triton
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 @functools.cache
