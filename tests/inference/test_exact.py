@@ -200,8 +200,9 @@ def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]
             found = trained(model, torch.tensor([ids for ids, _, _ in some], device=device)).cpu()
             for row, (_, logprobs, begin) in enumerate(some):
                 assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), (rows, first + row)
-    short = drawn[0][0][:78]
-    assert torch.equal(trained(model, torch.tensor([short], device=device))[0].cpu(), torch.tensor(drawn[0][1][:77]))
+    short = drawn[0][0][: min(78, len(drawn[0][0]) // 2)]  # fewer positions than a sample of training
+    found = trained(model, torch.tensor([short], device=device))[0].cpu()
+    assert torch.equal(found, torch.tensor(drawn[0][1][: len(short) - 1]))
 
 
 @pytest.mark.slow(5)

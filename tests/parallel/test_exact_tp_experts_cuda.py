@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dtgpt.ops.experts.products import Groups, grouped_linear
 from dtgpt.ops.kernels.attention.flash_launch import sinks_gradient
+from dtgpt.ops.operation import load_kernels
 from dtgpt.parallel.exact_tp.tree import tree_sum
 from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.parallel.more_pieces import serve, stacks
@@ -69,7 +70,8 @@ def test_a_stack_of_ranks_has_the_bits_of_one_process(rows, experts, hidden, wid
     groups = groups_of(rows, experts, behind=100)
     given = draw(rows, terms), draw(experts, columns, terms) / terms**0.5, draw(experts, columns), draw(rows, columns)
     if way == "grouped products":
-        monkeypatch.setattr(stacks.ADDENDS, "kernels", serve.ADDENDS[1:])
+        load_kernels(stacks.ADDENDS.name)
+        monkeypatch.setattr(stacks.ADDENDS, "kernels", list(serve.ADDENDS[1:]))
     with definitions_of(*NAMES) if way == "definitions" else nullcontext():
         whole = of_ranks(stack, 1, *given, groups)
         for ranks in (2, 4, 8):

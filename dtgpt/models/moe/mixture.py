@@ -127,11 +127,11 @@ class Experts(nn.Module):
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        of_tokens = Choice(*(each.flatten(0, -2) for each in choice))
-        return (self.bound.run or self.of_tokens)(x.flatten(0, -2), of_tokens).view_as(x)
+        return (self.bound.run or self.of_tokens)(x, choice).view_as(x)
 
     def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Return the sums `[N, H]` of tokens x `[N, H]`. run: in place of `products`."""
+        """Return the sums `[N, H]` of tokens x `[.., H]`, N of them. run: in place of `products`."""
+        x, choice = x.flatten(0, -2), choice.flat()
         plain = self.gate_up.bound.product is self.down.bound.product is None
         if run is None and plain and not torch.is_grad_enabled():
             return few.SUMS(x, choice, *self.gate_up.held(x), *self.down.held(x), self.activation_name)

@@ -38,6 +38,10 @@ class Choice(NamedTuple):
     experts: Tensor  # int64 [.., k]
     weights: Tensor  # fp32 [.., k]
 
+    def flat(self) -> "Choice":
+        """Return the choices `[N, k]` of all tokens."""
+        return Choice(*(each.flatten(0, -2) for each in self))
+
 
 def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)

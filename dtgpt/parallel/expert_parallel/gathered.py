@@ -139,7 +139,8 @@ class GatheredExperts:
         self.group, self.parts = group, group.ranks if apart else 1
 
     def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return the sums `[N, H]` of tokens x `[N, H]`, by their choice `[N, k]` of all experts."""
+        """Return the sums `[N, H]` of tokens x `[.., H]`, N of them, by their choice `[.., k]` of all experts."""
+        x, choice = x.flatten(0, -2), choice.flat()
         ranks, _, name = self.group
         route = route_of(choice.experts, self.group, self.count, self.parts)
         rows = _Rows.apply(x, route.tokens, route.sent, route.back, ranks, name)

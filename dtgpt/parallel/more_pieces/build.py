@@ -92,7 +92,7 @@ def _owners(part: Decoder, building: Building) -> "Owners | None":
     from dtgpt.parallel.tensor import ActivationLayout
 
     peers, mesh = collectives_of(building), building.mesh.devices["tp"]
-    return Owners(building.settings.local_length, *(ActivationLayout(mesh, Shard(dim), peers) for dim in (0, 1)))
+    return Owners(*(ActivationLayout(mesh, Shard(dim), peers) for dim in (0, 1)))
 
 
 TRAINED = Entry("more pieces", when=lambda made: made.masters, deed=cut_into_pieces, after="pieces")

@@ -32,7 +32,6 @@ class Owners(NamedTuple):
     """Which rank goes on with which tokens: of each sample with its part of the positions. rows: how parts of rows lie
     on the ranks, one behind the other; tokens: how parts of `[B, T, ..]` do."""
 
-    length: int  # T
     rows: ActivationLayout
     tokens: ActivationLayout
 
@@ -41,9 +40,9 @@ class Owners(NamedTuple):
         return self.rows.mesh.size(), self.rows.mesh.get_local_rank()
 
     def by_owner(self, places: Tensor) -> Tensor:
-        """Return the rows `[g, M / g]` of each owner, from the row of each slot, int64 `[N, k]`."""
+        """Return the rows `[g, M / g]` of each owner, from the row of each slot, int64 `[B, T, k]`."""
         ranks, _ = self._ranks
-        return places.view(-1, ranks, self.length // ranks, places.shape[1]).movedim(1, 0).reshape(ranks, -1)
+        return places.unflatten(1, (ranks, -1)).movedim(1, 0).reshape(ranks, -1)
 
     def sum_rows(self, sent: Tensor, addends: Tensor) -> Tensor:
         """Return the sums over the ranks of this rank's rows, and zeros for all others, in the place of the addends
@@ -52,14 +51,13 @@ class Owners(NamedTuple):
         return addends.zero_().index_copy_(0, sent[self._ranks[1]], own).view_as(addends)
 
     def own_of_all(self, of_tokens: Tensor) -> Tensor:
-        """Return `[N, k]` of what each owner has of its tokens."""
+        """Return `[B, T, k]` of what each owner has of its tokens."""
         ranks, place = self._ranks
-        of_positions = of_tokens.view(-1, self.length, of_tokens.shape[1])
-        return self.tokens.gather(of_positions.chunk(ranks, 1)[place].contiguous()).flatten(0, 1)
+        return self.tokens.gather(of_tokens.chunk(ranks, 1)[place].contiguous())
 
 
 class _OfOwners(torch.autograd.Function):
-    """Weights `[N, k]` as they are. Their gradients are those of the owners, who alone have what they are made of."""
+    """Weights `[B, T, k]` as they are. Their gradients are those of the owners, who alone have what makes them."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, owners: Owners) -> Tensor:
@@ -72,8 +70,8 @@ class _OfOwners(torch.autograd.Function):
 
 
 def sums_of_owners(experts: Products, owners: Owners, x: Tensor, choice: Choice) -> Tensor:
-    """Return the sums `[N, H]` of tokens x `[N, H]` over their experts: those of this rank's tokens, and zeros."""
-    order = sorted_rows(choice.experts, experts.count)
-    add = partial(owners.sum_rows, owners.by_owner(order.places))
-    made = experts.products(Entered.apply(gathered(x, order), add), order.ends)
-    return summed(Summed.apply(made, add), _OfOwners.apply(choice.weights, owners), order)
+    """Return the sums `[N, H]` of tokens x `[B, T, H]` over their experts: those of this rank's tokens, and zeros."""
+    order = sorted_rows(choice.experts.flatten(0, 1), experts.count)
+    add = partial(owners.sum_rows, owners.by_owner(order.places.view_as(choice.experts)))
+    made = experts.products(Entered.apply(gathered(x.flatten(0, 1), order), add), order.ends)
+    return summed(Summed.apply(made, add), _OfOwners.apply(choice.weights, owners).flatten(0, 1), order)
