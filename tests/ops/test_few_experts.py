@@ -146,6 +146,52 @@ def test_blocks_of_kernels_are_the_modules(name, rows):
     run_interpreted(BLOCKS.format(name=name, rows=rows))
 
 
+JOINED = """
+from tests.ops.test_few_experts import check_joined
+from tests.support.interpreter import let_kernels_loop
+
+let_kernels_loop()
+check_joined()
+"""
+
+
+@needs_triton
+@pytest.mark.slow(15)
+def test_joined_kernels_have_the_bits_of_those_that_they_replace():
+    """Where the last group of K is not whole, and the new token is in the second of three splits."""
+    run_interpreted(JOINED)
+
+
+def check_joined() -> None:
+    from dtgpt.ops.kernels.decode import blocks
+    from dtgpt.ops.kernels.decode.weights import BlockWeights, Rotary
+
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        return (torch.randn(*sizes, generator=generator) * sizes[-1] ** -0.5).to(dtype)
+
+    size, heads, kv_heads, dim = 64, 10, 5, 64
+    nothing: Any = None
+    rotary = Rotary(numbers(2, 300, dim // 2, dtype=torch.float32), numbers(heads * dim), numbers(kv_heads * dim), 1e-5)
+    block = BlockWeights(
+        nothing, None, numbers((heads + 2 * kv_heads) * dim, size), None, numbers(size, heads * dim), None, nothing,
+        None, nothing, None, nothing, None, 1e-5, dim, rotary=rotary, joint=1.5,
+    )  # fmt: skip
+    h, cache = numbers(2, size), [numbers(2, kv_heads, 300, dim) for _ in range(2)]
+    made = []
+    for joined in (False, True):
+        keys, values = (each.clone() for each in cache)
+        write = blocks.Write(keys, values, torch.tensor([1, 0]), torch.tensor([200, 5]))
+        if joined:
+            branch = blocks.attend_few(h, block, write)
+        else:
+            branch = blocks.product(blocks.attend(h, block, write), block.proj, None, "groups")
+        made.append((branch, keys, values))
+    assert not torch.equal(made[0][1], cache[0])
+    assert all(map(torch.equal, *made))
+
+
 def check_blocks(name: str, rows: int) -> None:
     """Compare a decode step through blocks by kernels with that by modules."""
     from dtgpt.config.plan import Plan

@@ -51,28 +51,61 @@ def stage_bytes(keys: Tensor) -> int:
     return 2 * SPLIT * keys.shape[-1] * keys.itemsize
 
 
+class Splits(NamedTuple):
+    """What the splits of attention leave for a merge."""
+
+    partial: Tensor  # fp32 [B, N, splits, D]
+    state: Tensor  # fp32 [B, N, splits, 2]
+    positions: Tensor  # int64 [B]
+
+
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None,
     rule: AttentionRule = PLAIN_RULE, joint: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
-    dense, over what `attend_rows` describes, k and v of the new tokens being in the cache.
+    dense, over what `attend_rows` describes, k and v of the new tokens being in the cache. The others are arguments of
+    `decode_splits`."""
+    return merged(decode_splits(q, keys, values, slots, positions, rotary, rule, joint), q.dtype, rule.sinks)
+
+
+def merged(kept: Splits, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """Launch the merge of splits: return the attention `[B, N, D]` in a type."""
+    partial, state, positions = kept
+    rows, heads, splits, size = partial.shape
+    out, pdl = torch.empty(rows, heads, size, dtype=dtype, device=partial.device), has_hopper(partial.device)
+    kernels().merge_kernel[(heads, rows)](
+        partial, state, positions, out, sinks,
+        HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def decode_splits(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None,
+    rule: AttentionRule = PLAIN_RULE, joint: float | None = None, joined: bool = False,
+) -> Splits:  # fmt: skip
+    """Launch the kernels of `decode_attention` but for its last, the merge.
 
     rotary: normalise and rotate q first, and write k, likewise, and v of the new tokens, which lie behind the q of
     their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`. rule: its scale and its sinks count here. joint:
     the norms are of all heads together, `[N D]` and `[N_kv D]`, and q, k and v are bounded by this; 0: they are not.
+    joined: each program computes these norms again, which takes less time than another launch for very few rows.
     """
     rows, kv_heads, group, size = q.shape
     length, heads = keys.shape[2], kv_heads * group
     splits = math.ceil(length / SPLIT)
     partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
     state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)  # for two splits at once
     spread = spread_splits(splits, rows, room)
     pdl, queries = has_hopper(q.device), 1 << (group - 1).bit_length()
     table = None if rotary is None else rotary.table
-    if rotary is not None and joint is not None:
+    norms: tuple = None, None, 0.0
+    if rotary is not None and joint is not None and joined:
+        norms = rotary.q_norm, rotary.k_norm, rotary.eps
+    elif rotary is not None and joint is not None:
         turned = _turn_jointly(q, keys, values, slots, positions, rotary, joint)
         q, table = turned, None
     elif rotary is not None and rotary.normalises():  # in fp64, which all programs of a head would repeat
@@ -84,18 +117,18 @@ def decode_attention(
         )  # fmt: skip
         q, table = turned, None
     kernels().split_kernel[(spread.programs, kv_heads, rows)](
-        q, keys, values, slots, positions, partial, state, math.log2(math.e) * rule.factor(size), table,
-        *q.stride()[:2], 0 if table is None else table.shape[1],
+        q, keys, values, slots, positions, partial, state, math.log2(math.e) * rule.factor(size), table, *norms,
+        *q.stride()[:2], 0 if table is None else table.shape[1], LIMIT=joint or 0.0, HEADS=of_packed(kv_heads, group),
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, queries), SIZE=size, LENGTH=length,
         SPLITS=splits, EACH=spread.each, STEP=spread.step, STAGES=2 if room and spread.each * spread.step > 1 else 1,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    kernels().merge_kernel[(heads, rows)](
-        partial, state, positions, out, rule.sinks,
-        HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+    return Splits(partial, state, positions)
+
+
+def of_packed(kv_heads: int, group: int) -> int:
+    """Return the number of heads of q, k and v, as a power of two."""
+    return 1 << (kv_heads * (group + 2) - 1).bit_length()
 
 
 def _turn_jointly(
@@ -109,7 +142,7 @@ def _turn_jointly(
     joint_rotate_kernel[(kv_heads, rows)](
         q, turned, keys, values, slots, positions, *rotary, q.stride(0), rotary.table.shape[1], LIMIT=limit,
         KV_HEADS=kv_heads, GROUP=group, QUERIES=1 << (group - 1).bit_length(),
-        HEADS=1 << (kv_heads * (group + 2) - 1).bit_length(), SIZE=size, LENGTH=keys.shape[2], PDL=pdl, num_warps=4,
+        HEADS=of_packed(kv_heads, group), SIZE=size, LENGTH=keys.shape[2], PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     return turned

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dtgpt.ops.kernels.attention.flash_tiles import LOG2_E
+from dtgpt.ops.kernels.attention.joint_kernels import angles, clamped, joint_rstds, turned_heads
 from dtgpt.ops.kernels.decode.kernels import begin
 
 SPLIT = tl.constexpr(128)
@@ -69,7 +70,8 @@ def rotate_kernel(
 
 @triton.jit
 def split_kernel(
-    q, keys, values, slots, positions, partial, state, scale, table, q_row, q_group, places,
+    q, keys, values, slots, positions, partial, state, scale, table, q_norm, k_norm, eps, q_row, q_group, places,
+    LIMIT: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
     SPLITS: tl.constexpr, EACH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +80,8 @@ def split_kernel(
 
     q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots,
     N_kv, LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS,
-    2]`, the maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
+    2]`, the maximum and the sum of each split. q_norm `[N D]`, k_norm, LIMIT, HEADS: as of `joint_rotate_kernel`, where
+    norms are of all heads together. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
     sqrt(D). table, places: as of `rotary_heads`; with a table q is rotated, and k, rotated, and v `[D]` behind the
     GROUP queries are written to the cache.
     """
@@ -89,15 +92,22 @@ def split_kernel(
     ones = tl.full((SPLIT, 16), 1.0, keys.dtype.element_ty)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
-    begin(PDL)
     first = tl.program_id(0) * (EACH if STEP == 1 else 1)
     newest = position // SPLIT
     last = tl.minimum(first + EACH, newest + 1) if STEP == 1 else newest + 1
+    cosine, turn = 0.0, 0.0
+    if q_norm is not None:
+        cosine, turn = angles(table, places, position, SIZE)
+    begin(PDL)
     if first >= last:
         return
     queries = q + row.to(tl.int64) * q_row + head * q_group
     if table is None:
         query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
+    elif q_norm is not None:
+        q_rstd, k_rstd = joint_rstds(q + row.to(tl.int64) * q_row, eps, KV_HEADS, GROUP, HEADS, SIZE)
+        q_weight, inside = q_norm + (head * GROUP + r)[:, None] * SIZE, (r < GROUP)[:, None]
+        query = turned_heads(queries + r[:, None] * SIZE, inside, q_weight, q_rstd, cosine, turn, LIMIT, SIZE)
     else:
         query = rotary_heads(
             queries + r[:, None] * SIZE, (r < GROUP)[:, None], None, 0.0, table, places, position, SIZE
@@ -107,8 +117,12 @@ def split_kernel(
         # The program that attends to the new token writes its k and v, and reads them like those of all others.
         behind = tl.arange(0, 1)[:, None] + GROUP
         writes = (behind == GROUP) & (newest >= first) & (newest < last) & ((newest - first) % STEP == 0)
-        new_k = rotary_heads(queries + behind * SIZE, writes, None, 0.0, table, places, position, SIZE)
-        new_v = tl.load(queries + (behind + 1) * SIZE + d[None, :], writes, 0.0)
+        if q_norm is not None:
+            k_weight = k_norm + head * SIZE + 0 * behind
+            new_k = turned_heads(queries + behind * SIZE, writes, k_weight, k_rstd, cosine, turn, LIMIT, SIZE)
+        else:
+            new_k = rotary_heads(queries + behind * SIZE, writes, None, 0.0, table, places, position, SIZE)
+        new_v = clamped(tl.load(queries + (behind + 1) * SIZE + d[None, :], writes, 0.0), LIMIT)
         here = base + position * SIZE + d[None, :]
         tl.store(keys + here, new_k, writes)
         tl.store(values + here, new_v, writes)

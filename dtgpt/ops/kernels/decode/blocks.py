@@ -1,5 +1,5 @@
 """Transformer blocks for one token each of M sequences, in eight launches a block, nine where heads are normalised, one
-more where the MLPs are experts (`experts`), or five where M is small (`rows`).
+more where the MLPs are experts (`experts`) but two fewer for a row alone, or five where M is small (`rows`).
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.kernels.attention.cached import decode_attention
+from dtgpt.ops.kernels.attention.cached import Splits, decode_attention, decode_splits
 from dtgpt.ops.kernels.decode import experts
 from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
@@ -26,6 +26,7 @@ from dtgpt.ops.operation import Kernel, Operation
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")
+JOINED = 1  # rows up to which attention of blocks with experts is two launches behind the projection, as measured
 AllReduce = Callable[[Tensor], Tensor]  # fp32 `[1, M, H]`: the sum of `[G, M, H]` over groups and tensor-parallel ranks
 
 
@@ -126,6 +127,13 @@ def kernels():
     from dtgpt.ops.kernels.decode import kernels  # imported on first use, since it needs Triton
 
     return kernels
+
+
+@functools.cache
+def joined_kernels():
+    from dtgpt.ops.kernels.decode import joined_kernels  # imported on first use, since it needs Triton
+
+    return joined_kernels
 
 
 class Residual(NamedTuple):
@@ -254,6 +262,32 @@ def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
     return heads.flatten(1)
 
 
+def merged_product(splits: Splits, weight: Tensor) -> Tensor:
+    """Return what `merged` and then `product` with the epilogue "groups" do, fp32 `[G, M, H]`, of very few rows."""
+    partial, state, positions = splits
+    rows, heads, count, size = partial.shape
+    (columns, inner), device = weight.shape, weight.device
+    groups, pdl = math.ceil(inner / GROUP), has_hopper(device)
+    tile = choose_tile(rows, columns, groups, inner, 128, multiprocessors(device))
+    tiles = math.ceil(columns / tile.BN)
+    own = weight.new_empty(tiles * groups, rows, GROUP)
+    out = torch.empty(groups, rows, columns, dtype=torch.float32, device=device)
+    joined_kernels().merged_product_kernel[(tiles, groups)](
+        partial, state, positions, weight, own, out, rows, columns, inner, HEADS=heads, SIZE=size, SPLITS=count,
+        BLOCK=1 << (count - 1).bit_length(), BM=tile.BM, BN=tile.BN, EVEN=columns % tile.BN == 0 and inner % GROUP == 0,
+        PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def attend_few(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
+    """Return the branch of attention, fp32 `[G, M, H]`, of very few normalised rows `[M, H]` with rotary positions, in
+    two launches behind the projection, and write the new tokens' k and v."""
+    packed = product(h, block.qkv, block.qkv_bias, "plain").view(len(h), write.keys.shape[1], -1, block.head_dim)
+    splits = decode_splits(packed[:, :, :-2], *write, block.rotary, joint=block.joint, joined=True)
+    return merged_product(splits, block.proj)
+
+
 def run_experts(stream: Residual, block: BlockWeights, all_reduce: AllReduce | None) -> Residual:
     """Return the stream with the branch of experts, from that before their norm."""
     router = block.router
@@ -311,8 +345,13 @@ def _run_rows(
     stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
-        heads = attend(h, block, Write(k, v, slots, positions))
-        stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
+        write = Write(k, v, slots, positions)
+        if block.router is not None and len(x) <= JOINED:
+            branch = attend_few(h, block, write)
+            branch = branch if all_reduce is None else all_reduce(branch)
+        else:
+            branch = branch_of(attend(h, block, write), block.proj)
+        stream = Residual(x, branch, block.proj_bias)
         if block.router is not None:
             stream = run_experts(stream, block, all_reduce)
             continue

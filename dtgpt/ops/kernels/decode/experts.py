@@ -65,7 +65,7 @@ def choose_tile(dtype: torch.dtype, matrices: int, columns: int, processors: int
     """Return the tile of a product of few rows with columns of some matrices, as measured on an H200."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 3)
-    return Tile(128, 64, 8, 4) if matrices * -(-columns // 128) >= FILLED * processors else Tile(32, 256, 4, 3)
+    return Tile(128, 64, 8, 6) if matrices * -(-columns // 128) >= FILLED * processors else Tile(32, 256, 4, 3)
 
 
 def ranks(rule: Routing, experts: int) -> bool:
