@@ -26,7 +26,7 @@ from tests.models.moe.test_plans import ADAMW, BALANCES, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
 from tests.support.bodies_balance import balanced_steps, check_same
 from tests.support.bodies_dryrun import whole_bytes
-from tests.support.bodies_experts import Step, exchange, mixed, step_of
+from tests.support.bodies_experts import Mixed, Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
 from tests.support.families import OURS_WITH_EXPERTS
 from tests.support.gpus import run_on_two_gpus
@@ -82,17 +82,26 @@ CHOICES = {  # ranks, experts, slots: the experts of each token
     apart=[False, True],
 )
 def test_gathered_tokens_have_the_bits_of_one_process(name, kind, apart):
-    """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away."""
+    """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away. Where
+    ranks add a token's rows before its owner does, sums are equal up to rounding, and all else has the same bits."""
     torch.manual_seed(4)
     family, dtype, adapted = kind
     ranks, experts, slots, choose = CHOICES[name]
     config = replace(OURS_WITH_EXPERTS[family], num_experts=experts, experts_per_token=slots)
     choices = choose(ranks * 7).reshape(ranks, 7, slots)
     for found, whole in pool().run(ranks, mixed, config, choices, dtype, apart, "cpu", adapted):
-        for one, other in zip(found[:3], whole[:3], strict=True):
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        check_same_but_sums(found, whole, apart)
         for key, gradient in whole.dparameters.items():
             assert torch.equal(found.dparameters[key], gradient), key
+
+
+def check_same_but_sums(found: Mixed, whole: Mixed, apart: bool) -> None:
+    for one, other in zip(found[:3], whole[:3], strict=True):
+        if apart or one is found.dweights:
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        else:
+            close = 2 * torch.finfo(one.dtype).eps
+            torch.testing.assert_close(one, other, rtol=close, atol=close * other.abs().max().item())
 
 
 @pytest.mark.cuda
@@ -112,8 +121,7 @@ def check_two_gpus() -> None:
         choices = torch.rand(2, 300, 16, generator=torch.Generator().manual_seed(3)).argsort(2)[..., :4]
         choices[0, :100] = torch.arange(4)
         found, whole = mixed(config, choices, dtype, apart, "cuda")
-        for one, other in zip(found[:3], whole[:3], strict=True):
-            assert torch.equal(one, other), (family, dtype, apart)
+        check_same_but_sums(found, whole, apart)
         for key, gradient in whole.dparameters.items():
             if key.endswith("bias"):
                 torch.testing.assert_close(found.dparameters[key], gradient, rtol=2e-2, atol=1e-1)

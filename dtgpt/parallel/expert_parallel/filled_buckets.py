@@ -10,6 +10,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 
 from dtgpt.ops.experts.products import ADD_OUTER, Fill, fill_total
+from dtgpt.ops.local_tensors import local
 from dtgpt.ops.operation import load_kernels
 from dtgpt.ops.optim.optimizer import Accumulator
 from dtgpt.parallel.collectives import FlatSum
@@ -25,13 +26,11 @@ class FilledBucket(Bucket):
         super().__init__(parameters, over_replicas, passes, hooks)
         by_products = [hooks and self._accumulator is not None and gains(p) for p in parameters]
         self._filled = [p for p, own in zip(parameters, by_products, strict=True) if own]
-        if len(self._filled) == len(parameters):  # nobody would say that a pass is over
-            self._filled, by_products = [], [False] * len(parameters)
         self._totals_filled = [t for t, own in zip(self._totals, by_products, strict=True) if own]
         self._others = [p for p, own in zip(parameters, by_products, strict=True) if not own]
         self._totals = [t for t, own in zip(self._totals, by_products, strict=True) if not own]
         if self._filled:
-            self._accumulator = Accumulator(self._totals)
+            self._accumulator = Accumulator(self._totals) if self._totals else None
         self._done_with: set[int] = set()  # indices of those that products have filled in this pass
         for index, parameter in enumerate(self._filled):
             fill_total(parameter, _weakly(self._fill, index))
@@ -77,10 +76,10 @@ def _weakly(method: Callable[[int, Fill], None], index: int) -> Callable[[Fill],
 
 def gains(parameter: nn.Parameter) -> bool:
     """Return whether a kernel adds the gradients of a parameter to a total as it makes them."""
-    if parameter.dim() != 3 or is_dtensor(parameter) or own_axes_of(parameter):
+    if parameter.dim() != 3 or (is_dtensor(parameter) and not own_axes_of(parameter)):
         return False
     load_kernels(ADD_OUTER.name)
-    return any(kernel.serves(*_example(parameter)) for kernel in ADD_OUTER.kernels)
+    return any(kernel.serves(*_example(local(parameter).detach())) for kernel in ADD_OUTER.kernels)
 
 
 def _example(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
