@@ -167,9 +167,13 @@ def test_the_planner_knows_the_bytes_of_every_rank(moe, plan, precision, reduce)
 
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("plan", "shape"), [("dp2_ep2", {}), ("dp4_ep4", {"experts_per_token": 3})])
-def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, recompute):
-    recipe = replace(moe, plan=plan, model=replace(OLMOE, num_layers=2, **shape), recompute=recompute)
+@pytest.mark.parametrize(
+    ("plan", "shape", "reduce"),
+    [("dp2_ep2", {}, "fast"), ("dp4_ep4", {"experts_per_token": 3}, "fast"), ("dp2_ep2", {}, "orderless")],
+)
+def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, reduce, recompute):
+    model = replace(OLMOE, num_layers=2, **shape)
+    recipe = replace(moe, plan=plan, model=model, reduce=reduce, recompute=recompute)
     named = parse_plan(plan)
     settings = recipe.settings(named.for_world(named.world), CPU)
     planned = {c.kind.replace("-", "_"): c.bytes for c in collectives_of(settings, 0) if c.over == "ep"}
