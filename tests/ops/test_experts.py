@@ -306,7 +306,7 @@ for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torc
     full, others = weighted_rows_gradients(grad, y, weights, order.places, order.tokens, order.slots)
     own = held[held >= 0]
     assert torch.equal(dy[own], full[own]) and torch.equal(dweights, torch.where(held < 0, 0, others))
-    behind = torch.cat([y.index_fill(0, order.places[::3, 1], torch.nan), torch.full((5, y.shape[1]), torch.nan, dtype=dtype)])
+    behind = torch.cat([y.index_fill(0, order.places[::3, 1], torch.nan), rest.new_full((5, y.shape[1]), torch.nan)])
     for factors in (weights, None):
         wide = weighted_rows(behind, factors, held, torch.float32)
         exact = _weighted(y.to(WIDE), None if factors is None else factors.to(WIDE), held)

@@ -120,7 +120,8 @@ class Experts(nn.Module):
     """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
     choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
 
-    bound: Binding = PLAIN  # `run` in place of `of_tokens`, for experts of which a rank has some
+    # For experts of which a rank has some: `run` in place of `of_tokens`, which gets what `into` returns, too.
+    bound: Binding = PLAIN
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -130,8 +131,12 @@ class Experts(nn.Module):
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
-    def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        return (self.bound.run or self.of_tokens)(x, choice).view_as(x)
+    def forward(self, x: Tensor, choose: Callable[[Tensor], Choice]) -> Tensor:
+        """choose: the router, which runs while tokens are on their way."""
+        if self.bound.into is None:
+            return (self.bound.run or self.of_tokens)(x, choose(x)).view_as(x)
+        begun = self.bound.into(x)
+        return self.bound.run(x, choose(x), begun).view_as(x)  # type: ignore[misc]
 
     def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return the sums `[N, H]` of tokens x `[.., H]`, N of them. run: in place of `products`."""
@@ -184,7 +189,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Branch:
         x = self.entry(x)
-        total = self.experts(x, self.router(x))
+        total = self.experts(x, self.router)
         if self.shared is not None:
             own = self.shared(x)
             total = total + (own if self.shared_gate is None else own * self.shared_gate(x).sigmoid())

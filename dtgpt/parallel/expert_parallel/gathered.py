@@ -160,39 +160,101 @@ def order_of(own: Tensor, group: Group, count: int) -> Order:
     return Order(tokens[:room], slots[:room], torch.where(local < count, places, -1), ends[:count])
 
 
+class UnderWay:
+    """A tensor `[n, ..]` of each rank on its way to all, and later its gradient on the way back: on a GPU beside what
+    is computed meanwhile. Who reads what `gather` or `scatter` returns waits first."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._work: dist.Work | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return `[g n, ..]`."""
+        ranks, _, name = self.group
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return gather(x, ranks, name)
+        every = x.new_empty(ranks * len(x), *x.shape[1:])
+        self._work = all_gather_single(every, x.contiguous(), group_of_name(name), async_op=True)
+        return every
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's `[n, ..]` of the sum over the ranks of x `[g n, ..]`."""
+        ranks, _, name = self.group
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return scatter(x, ranks, name)
+        own = x.new_empty(len(x) // ranks, *x.shape[1:])
+        self._work = reduce_scatter_single(own, x.contiguous(), group_of_name(name), async_op=True)
+        return own
+
+    def wait(self) -> None:
+        """Hold the current stream until it has arrived."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class Begun(NamedTuple):
+    """What `begin` has sent. stand_in: of the shape of what was sent; its gradient is what travels back."""
+
+    every: Tensor  # of all ranks
+    stand_in: Tensor
+    way: UnderWay
+
+
+class _ToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: UnderWay) -> tuple[Tensor, Tensor]:
+        every = way.gather(x)
+        ctx.way, ctx.dtype = way, x.dtype
+        ctx.mark_non_differentiable(every)
+        ctx.set_materialize_grads(False)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return every, x.new_empty([1] * x.dim(), dtype=wide).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.way.wait()
+        return grad.to(ctx.dtype), None
+
+
+def begin(x: Tensor, group: Group) -> Begun:
+    """Send x to all ranks."""
+    way = UnderWay(group)
+    every, stand_in = _ToAll.apply(x, way)
+    return Begun(every, stand_in, way)
+
+
 class _RowsHere(torch.autograd.Function):
     """The rows of gathered tokens, of whose gradients a token's are added here, and then over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, group: Group) -> Tensor:
+    def forward(ctx: Any, stand_in: Tensor, every: Tensor, way: UnderWay, order: Order) -> Tensor:
         ctx.save_for_backward(order.places)
-        ctx.group = group
-        return spread_rows(gather(x, group.ranks, group.name), order.places, order.tokens)
+        ctx.way = way
+        way.wait()
+        return spread_rows(every, order.places, order.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (places,), (ranks, _, name) = ctx.saved_tensors, ctx.group
-        sums = weighted_rows(grad.contiguous(), None, places, True)
-        return scatter(sums, ranks, name).to(grad.dtype), None, None
+        (places,) = ctx.saved_tensors
+        return ctx.way.scatter(weighted_rows(grad.contiguous(), None, places, True)), None, None, None
 
 
 class _Kept(torch.autograd.Function):
     """What the sums of rows are made of, and kept for their gradient: a function of its own, so that where it is made
-    again in backward the sums are not. Returns gathered weights, and what stands for the sums of all tokens."""
+    again in backward the sums are not. Returns what stands for the sums of all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, weights: Tensor, order: Order, group: Group) -> tuple[Tensor, Tensor]:
-        every = gather(weights, group.ranks, group.name)
+    def forward(ctx: Any, made: Tensor, stand_in: Tensor, every: Tensor, way: UnderWay, order: Order) -> Tensor:
+        way.wait()
         ctx.save_for_backward(made, every, order.places, order.tokens, order.slots)
-        ctx.group = group
-        ctx.mark_non_differentiable(every)
-        ctx.set_materialize_grads(False)
-        return every, made.new_empty(1, 1).expand(len(every), made.shape[1])
+        ctx.way = way
+        return made.new_empty(1, 1).expand(len(every), made.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dmade, dweights = weighted_rows_gradients(grad, *ctx.saved_tensors)
-        return dmade, scatter(dweights, ctx.group.ranks, ctx.group.name), None, None
+        return dmade, ctx.way.scatter(dweights), None, None, None
 
 
 class _SummedHere(torch.autograd.Function):
@@ -216,15 +278,21 @@ class GatheredExperts:
         self.products, self.count = experts.products, experts.count // group.ranks
         self.group, self.apart = group, apart
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return the sums `[N, H]` of tokens x `[.., H]`, N of them, by their choice `[.., k]` of all experts."""
-        return (self._apart if self.apart else self._together)(x.flatten(0, -2), choice.flat())
+    def begin(self, x: Tensor) -> Begun | None:
+        """Send tokens x `[.., H]` on their way before they have chosen."""
+        return None if self.apart else begin(x.flatten(0, -2), self.group)
 
-    def _together(self, x: Tensor, choice: Choice) -> Tensor:
-        order = order_of(choice.experts, self.group, self.count)
-        made = self.products(_RowsHere.apply(x, order, self.group), order.ends, filled=False)
-        every, stand_in = _Kept.apply(made, choice.weights, order, self.group)
-        return _SummedHere.apply(stand_in, made, every, order.places, self.group)
+    def __call__(self, x: Tensor, choice: Choice, begun: Begun | None) -> Tensor:
+        """Return the sums `[N, H]` of tokens x `[.., H]`, N of them, by their choice `[.., k]` of all experts. begun:
+        what `begin` has returned."""
+        if begun is None:
+            return self._apart(x.flatten(0, -2), choice.flat())
+        choice = choice.flat()
+        order, weights = order_of(choice.experts, self.group, self.count), begin(choice.weights, self.group)
+        rows = _RowsHere.apply(begun.stand_in, begun.every, begun.way, order)
+        made = self.products(rows, order.ends, filled=False)
+        stand_in = _Kept.apply(made, weights.stand_in, weights.every, weights.way, order)
+        return _SummedHere.apply(stand_in, made, weights.every, order.places, self.group)
 
     def _apart(self, x: Tensor, choice: Choice) -> Tensor:
         ranks, _, name = self.group
@@ -235,6 +303,12 @@ class GatheredExperts:
         return _Summed.apply(whole, choice.weights, route.sent, route.back, ranks, name, *route.arrays)
 
 
+def bind_gathered(experts: Experts, group: Group, apart: bool) -> None:
+    """Let experts compute the tokens of a group of ranks."""
+    made = GatheredExperts(experts, group, apart)
+    bind(experts, run=made, into=made.begin)
+
+
 def cut_experts(block: nn.Module, ranks: int, apart: bool) -> None:
     """Let the mixtures of a block without memory compute as on one of `ranks`, by which planning measures what it
     keeps."""
@@ -242,4 +316,4 @@ def cut_experts(block: nn.Module, ranks: int, apart: bool) -> None:
         for stack in experts.children():
             for name, whole in list(stack.named_parameters(recurse=False)):
                 setattr(stack, name, nn.Parameter(whole.detach().chunk(ranks)[0]))
-        bind(experts, run=GatheredExperts(experts, Group(ranks, 0, ""), apart))
+        bind_gathered(experts, Group(ranks, 0, ""), apart)
