@@ -131,12 +131,13 @@ class Experts(nn.Module):
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
-    def forward(self, x: Tensor, choose: Callable[[Tensor], Choice]) -> Tensor:
-        """choose: the router, which runs while tokens are on their way."""
-        if self.bound.into is None:
-            return (self.bound.run or self.of_tokens)(x, choose(x)).view_as(x)
-        begun = self.bound.into(x)
-        return self.bound.run(x, choose(x), begun).view_as(x)  # type: ignore[misc]
+    def begin(self, x: Tensor) -> Any:
+        """Return what `forward` is to get of tokens that have not chosen yet: they may be on their way meanwhile."""
+        return None if self.bound.into is None else self.bound.into(x)
+
+    def forward(self, x: Tensor, choice: Choice, begun: Any = None) -> Tensor:
+        given = (x, choice) if begun is None else (x, choice, begun)
+        return (self.bound.run or self.of_tokens)(*given).view_as(x)
 
     def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return the sums `[N, H]` of tokens x `[.., H]`, N of them. run: in place of `products`."""
@@ -189,7 +190,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Branch:
         x = self.entry(x)
-        total = self.experts(x, self.router)
+        begun = self.experts.begin(x)
+        total = self.experts(x, self.router(x), begun)
         if self.shared is not None:
             own = self.shared(x)
             total = total + (own if self.shared_gate is None else own * self.shared_gate(x).sigmoid())

@@ -282,7 +282,7 @@ class GatheredExperts:
         """Send tokens x `[.., H]` on their way before they have chosen."""
         return None if self.apart else begin(x.flatten(0, -2), self.group)
 
-    def __call__(self, x: Tensor, choice: Choice, begun: Begun | None) -> Tensor:
+    def __call__(self, x: Tensor, choice: Choice, begun: Begun | None = None) -> Tensor:
         """Return the sums `[N, H]` of tokens x `[.., H]`, N of them, by their choice `[.., k]` of all experts. begun:
         what `begin` has returned."""
         if begun is None:
