@@ -176,9 +176,7 @@ class Bucket:
         """Add what a backward pass left on the parameters; after the last pass, begin the sum over the replicas."""
         gradients = [local_gradient(p) for p in self.parameters]
         with torch.no_grad():
-            if not gradients:  # products have added all of them
-                pass
-            elif self._accumulator is None:  # of a single pass, whose gradients are sent in their own 16 bits
+            if self._accumulator is None:  # of a single pass, whose gradients are sent in their own 16 bits
                 torch._foreach_copy_(self._totals, gradients)
             elif self.done:
                 self._accumulator.add(gradients)

@@ -145,7 +145,8 @@ class Experts(nn.Module):
         if run is None and self._is_plain() and not torch.is_grad_enabled():
             return few.SUMS(x, choice, *self.gate_up.held(x), *self.down.held(x), self.activation_name)
         order = sorted_rows(choice.experts, self.count)
-        return summed((run or self.products)(gathered(x, order), order.ends), choice.weights, order)
+        made = (run or self.products)(gathered(x, order), order.ends)
+        return summed(made, choice.weights, order)
 
     def _is_plain(self) -> bool:
         return self.gate_up.bound.product is self.down.bound.product is None

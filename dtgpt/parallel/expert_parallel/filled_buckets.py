@@ -4,7 +4,7 @@ A gradient of 16 bits is written once and read once for its sum alone: of a mode
 the fp32 sum itself. The product has it in registers, rounds it as it would, and adds it there: the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakMethod
 
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ from dtgpt.parallel.mesh import own_axes_of
 from dtgpt.util.torch_private import is_dtensor
 
 
+class _Nothing(Accumulator):
+    """What adds to no totals: products add to all of them."""
+
+    def __init__(self) -> None:
+        self.totals = []
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add nothing."""
+
+    store = add
+
+
 class FilledBucket(Bucket):
     """A bucket of parameters of which some are stacks of experts' matrices."""
 
@@ -30,7 +42,7 @@ class FilledBucket(Bucket):
         self._others = [p for p, own in zip(parameters, by_products, strict=True) if not own]
         self._totals = [t for t, own in zip(self._totals, by_products, strict=True) if not own]
         if self._filled:
-            self._accumulator = Accumulator(self._totals) if self._totals else None
+            self._accumulator = Accumulator(self._totals) if self._totals else _Nothing()
         self._done_with: set[int] = set()  # indices of those that products have filled in this pass
         for index, parameter in enumerate(self._filled):
             fill_total(parameter, _weakly(self._fill, index))
