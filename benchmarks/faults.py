@@ -628,12 +628,6 @@ FAULTS = [
         "return dmade, dweights.chunk(ctx.way.group.ranks)[ctx.way.group.place], None",
     ),
     Fault(
-        "ep: gradients that products add to totals come from autograd as zeros, too",
-        "dtgpt/models/moe/mixture.py",
-        "return filled_part(local(parameter.detach()), fill)",
-        "return filled_part(local(parameter) * 1, fill)",
-    ),
-    Fault(
         "experts in generation under tp: each rank adds the biases of outputs",
         "dtgpt/parallel/local_weights/localize.py",
         "bind(module, through=partial(mul, float(mesh.place.tp == 0)))",

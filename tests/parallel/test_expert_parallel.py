@@ -76,10 +76,10 @@ CHOICES = {  # ranks, experts, slots: the experts of each token
 
 
 @pytest.mark.slow(2)
+@pytest.mark.parametrize("apart", [False, True])
 @each_pair(
     name=CHOICES,
     kind=[("olmoe", torch.float32, False), ("olmoe", torch.bfloat16, True), ("gpt_oss_moe", torch.bfloat16, False)],
-    apart=[False, True],
 )
 def test_gathered_tokens_have_the_bits_of_one_process(name, kind, apart):
     """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away. Where
