@@ -16,7 +16,7 @@ from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts import few
 from dtgpt.ops.experts.inner import INNER
-from dtgpt.ops.experts.products import Groups, fill_total, filler
+from dtgpt.ops.experts.products import Groups, filled_part, filler
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
 from dtgpt.ops.local_tensors import local
@@ -110,12 +110,10 @@ class Stack(nn.Module):
 
     def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
         """Return what this rank has of a parameter, in the type of x."""
-        if self.bound.use:
-            return local(self.bound.use(parameter)).to(x.dtype)
-        held = local(parameter).to(x.dtype)
-        if is_dtensor(parameter) and held.dtype == parameter.dtype and (fill := filler(parameter)):
-            fill_total(held, fill)
-        return held
+        plain = self.bound.use is self.bound.product is None and not torch.compiler.is_compiling()
+        if plain and is_dtensor(parameter) and parameter.dtype == x.dtype and (fill := filler(parameter)):
+            return filled_part(local(parameter.detach()), fill)
+        return local(self.bound.use(parameter) if self.bound.use else parameter).to(x.dtype)
 
 
 class Experts(nn.Module):
