@@ -603,6 +603,31 @@ FAULTS = [
         "exchange(grad.index_select(0, sent) * dist.get_world_size(group_of_name(ctx.group)), ctx.group), back)",
     ),
     Fault(
+        "ep: where ranks add rows, memory behind the last one counts in gradients of biases",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "order.ends, filled=False)",
+        "order.ends)",
+    ),
+    Fault(
+        "ep: where ranks add rows, slots of other ranks have some, too",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "torch.where(local < count, places, -1), ends[:count])",
+        "places.clamp(max=room - 1), ends[:count])",
+    ),
+    Fault(
+        "ep: the gradient of a token is that of the rows of its own rank",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "return ctx.way.scatter(weighted_rows(grad.contiguous(), None, places, True)), None",
+        "ranks, place, _ = ctx.way.group\n"
+        "        return weighted_rows(grad.contiguous(), None, places, True).chunk(ranks)[place], None",
+    ),
+    Fault(
+        "ep: the gradients of a token's weights are those of its own rank's rows",
+        "dtgpt/parallel/expert_parallel/gathered.py",
+        "return dmade, ctx.way.scatter(dweights), None",
+        "return dmade, dweights.chunk(ctx.way.group.ranks)[ctx.way.group.place], None",
+    ),
+    Fault(
         "experts in generation under tp: each rank adds the biases of outputs",
         "dtgpt/parallel/local_weights/localize.py",
         "bind(module, through=partial(mul, float(mesh.place.tp == 0)))",

@@ -82,7 +82,7 @@ def cases_of(sizes: Sizes) -> list[Case]:
 
     def whole(x: Tensor, first: Tensor, down: Tensor) -> Tensor:
         order = sorted_rows(choice.experts, sizes.experts)
-        made = multiply(INNER(x, first, None, order, layer.activation_name), down)
+        made = multiply(INNER(gathered(x, order), first, None, order.ends, layer.activation_name), down)
         return summed(made, choice.weights, order)
 
     rows = gathered(x, order)

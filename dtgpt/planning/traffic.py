@@ -11,6 +11,7 @@ from dtgpt.models.roles import INNER, Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.expert_parallel.gathered import most_rows
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.layout import INPUTS, OUTPUTS, degrees_of_heads
 from dtgpt.parallel.recompute.rules import repeats_blocks
 from dtgpt.parallel.shared_memory.edges import edges_of
@@ -71,7 +72,7 @@ def _over_cp(here: Rank) -> list[Collective]:
 
 def _over_ep(here: Rank) -> list[Collective]:
     """Return what ranks send each other that hold other experts, and its gradients. Within a host tokens and choices
-    are gathered, and a row of each slot comes back; between hosts rows go there and back."""
+    are gathered, and sums come back, or a row of each slot; between hosts rows go there and back."""
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.ep == 1 or not isinstance(config, ExpertsConfig):
         return []
@@ -85,13 +86,20 @@ def _over_ep(here: Rank) -> list[Collective]:
         return [Collective("all-to-all", "ep", what, count, count * slots * one)]
     taken = rows_of(settings)
     chosen = taken.number * taken.length * slots
-    weights = backward * chosen * max(4, settings.dtype.itemsize)
+    wide, apart = max(4, settings.dtype.itemsize), choose_sums(settings).orderless
+    weights = (backward if apart else forward) * chosen * wide
     tokens = plan.ep * ((forward + backward) * one + forward * 8 * chosen + weights)
-    returned = (forward + backward) * most_rows(slots, config.num_experts // plan.ep) * one
-    return [
-        Collective("all-gather", "ep", "tokens, choices and gradients", 2 * (forward + backward), tokens),
-        Collective("all-to-all", "ep", "rows of experts", forward + 2 * backward, plan.ep * (returned + weights)),
-    ]
+    count = 2 * (forward + backward) if apart else 3 * forward + backward
+    gathers = Collective("all-gather", "ep", "tokens, choices and gradients", count, tokens)
+    if apart:
+        returned = (forward + backward) * most_rows(slots, config.num_experts // plan.ep) * one
+        size = plan.ep * (returned + weights)
+        return [gathers, Collective("all-to-all", "ep", "rows of experts", forward + 2 * backward, size)]
+    if not (config.dropout or config.shared_size):
+        forward = backward  # recomputation of a block ends before the sums
+    returned = (forward + backward) * one * wide // settings.dtype.itemsize
+    size = plan.ep * (returned + backward * chosen * wide)
+    return [gathers, Collective("reduce-scatter", "ep", "sums of rows of experts", forward + 2 * backward, size)]
 
 
 def _over_tp(here: Rank) -> list[Collective]:

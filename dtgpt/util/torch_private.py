@@ -48,11 +48,13 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
     set_timeout(timeout, group)
 
 
-def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_single(
+    output: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Gather the equal parts of all ranks into one tensor. `all_gather_into_tensor` before torch 2.13, which warns of
-    that name on the user's terminal."""
+    that name on the user's terminal. Return what waits for it, where it is asynchronous."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, part, group=group)
+    return gather(output, part, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(

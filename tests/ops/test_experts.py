@@ -270,6 +270,7 @@ from dtgpt.ops.experts.products import grouped_reference
 from dtgpt.ops.experts.rows import _weighted, _weighted_gradients, sorted_rows
 from dtgpt.ops.kernels.expert_kernels import grouped_outer, grouped_product, spread_rows, weighted_rows
 from dtgpt.ops.kernels.expert_kernels import weighted_rows_gradients
+from dtgpt.ops.kernels.swiglu_kernels import swiglu_backward
 from tests.ops.test_experts import ALL_TO_ONE, TOLERANCE, WIDE, numbers, problem, relative
 
 for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torch.float32, ALL_TO_ONE)):
@@ -305,6 +306,18 @@ for dtype, experts in ((torch.float32, None), (torch.float16, ALL_TO_ONE), (torc
     full, others = weighted_rows_gradients(grad, y, weights, order.places, order.tokens, order.slots)
     own = held[held >= 0]
     assert torch.equal(dy[own], full[own]) and torch.equal(dweights, torch.where(held < 0, 0, others))
+    behind = torch.cat([y.index_fill(0, order.places[::3, 1], torch.nan), rest.new_full((5, y.shape[1]), torch.nan)])
+    for factors in (weights, None):
+        wide = weighted_rows(behind, factors, held, torch.float32)
+        exact = _weighted(y.to(WIDE), None if factors is None else factors.to(WIDE), held)
+        assert wide.dtype == torch.float32 and relative(wide, exact) < limit
+        assert torch.equal(wide.to(dtype), weighted_rows(behind, factors, held))
+    spread = spread_rows(given.x.detach(), held, len(rows) + 5)
+    assert len(spread) == len(rows) + 5 and torch.equal(spread[own], rows[own])
+    pairs, towards = (numbers(len(rows), size, seed=9, dtype=dtype) for size in (8, 4))
+    pairs[20:] = torch.nan
+    part = swiglu_backward(towards, pairs, ends=torch.tensor([3, 20], dtype=torch.int32))
+    assert torch.equal(part[:20], swiglu_backward(towards[:20], pairs[:20]))
     more = torch.cat([rows, rest])
     assert torch.equal(grouped_product(more, weight, order.ends)[: len(rows)], y)
     tail = torch.full((5, y.shape[1]), torch.nan, dtype=dtype)
@@ -468,7 +481,7 @@ def test_products_by_whole_tiles_have_the_bits_of_pytorchs_own():
     leaves = [numbers(*shape, dtype=torch.bfloat16).cuda().requires_grad_() for shape in ((190, 256), (6, 768, 256))]
     results = []
     for operation in (INNER, INNER.definition):
-        made = operation(*leaves, None, order, "silu")
+        made = operation(gathered(leaves[0], order), leaves[1], None, order.ends, "silu")
         results.append([made, *torch.autograd.grad(made, leaves, torch.ones_like(made))])
     assert all(map(torch.equal, *results))
 

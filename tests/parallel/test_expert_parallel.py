@@ -26,7 +26,7 @@ from tests.models.moe.test_plans import ADAMW, BALANCES, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
 from tests.support.bodies_balance import balanced_steps, check_same
 from tests.support.bodies_dryrun import whole_bytes
-from tests.support.bodies_experts import Step, exchange, mixed, step_of
+from tests.support.bodies_experts import Mixed, Step, exchange, mixed, step_of
 from tests.support.bodies_shards import CPU
 from tests.support.families import OURS_WITH_EXPERTS
 from tests.support.gpus import run_on_two_gpus
@@ -76,23 +76,32 @@ CHOICES = {  # ranks, experts, slots: the experts of each token
 
 
 @pytest.mark.slow(2)
+@pytest.mark.parametrize("apart", [False, True])
 @each_pair(
     name=CHOICES,
     kind=[("olmoe", torch.float32, False), ("olmoe", torch.bfloat16, True), ("gpt_oss_moe", torch.bfloat16, False)],
-    apart=[False, True],
 )
 def test_gathered_tokens_have_the_bits_of_one_process(name, kind, apart):
-    """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away."""
+    """Also where memory behind the last row holds anything. fp32 shows the order of sums, which bf16 rounds away. Where
+    ranks add a token's rows before its owner does, sums are equal up to rounding, and all else has the same bits."""
     torch.manual_seed(4)
     family, dtype, adapted = kind
     ranks, experts, slots, choose = CHOICES[name]
     config = replace(OURS_WITH_EXPERTS[family], num_experts=experts, experts_per_token=slots)
     choices = choose(ranks * 7).reshape(ranks, 7, slots)
     for found, whole in pool().run(ranks, mixed, config, choices, dtype, apart, "cpu", adapted):
-        for one, other in zip(found[:3], whole[:3], strict=True):
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        check_same_but_sums(found, whole, apart)
         for key, gradient in whole.dparameters.items():
             assert torch.equal(found.dparameters[key], gradient), key
+
+
+def check_same_but_sums(found: Mixed, whole: Mixed, apart: bool) -> None:
+    for one, other in zip(found[:3], whole[:3], strict=True):
+        if apart or one is found.dweights:
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        else:
+            close = 2 * torch.finfo(one.dtype).eps
+            torch.testing.assert_close(one, other, rtol=close, atol=close * other.abs().max().item())
 
 
 @pytest.mark.cuda
@@ -112,8 +121,7 @@ def check_two_gpus() -> None:
         choices = torch.rand(2, 300, 16, generator=torch.Generator().manual_seed(3)).argsort(2)[..., :4]
         choices[0, :100] = torch.arange(4)
         found, whole = mixed(config, choices, dtype, apart, "cuda")
-        for one, other in zip(found[:3], whole[:3], strict=True):
-            assert torch.equal(one, other), (family, dtype, apart)
+        check_same_but_sums(found, whole, apart)
         for key, gradient in whole.dparameters.items():
             if key.endswith("bias"):
                 torch.testing.assert_close(found.dparameters[key], gradient, rtol=2e-2, atol=1e-1)
@@ -159,9 +167,13 @@ def test_the_planner_knows_the_bytes_of_every_rank(moe, plan, precision, reduce)
 
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("plan", "shape"), [("dp2_ep2", {}), ("dp4_ep4", {"experts_per_token": 3})])
-def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, recompute):
-    recipe = replace(moe, plan=plan, model=replace(OLMOE, num_layers=2, **shape), recompute=recompute)
+@pytest.mark.parametrize(
+    ("plan", "shape", "reduce"),
+    [("dp2_ep2", {}, "fast"), ("dp4_ep4", {"experts_per_token": 3}, "fast"), ("dp2_ep2", {}, "exact")],
+)
+def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, reduce, recompute):
+    model = replace(OLMOE, num_layers=2, **shape)
+    recipe = replace(moe, plan=plan, model=model, reduce=reduce, recompute=recompute)
     named = parse_plan(plan)
     settings = recipe.settings(named.for_world(named.world), CPU)
     planned = {c.kind.replace("-", "_"): c.bytes for c in collectives_of(settings, 0) if c.over == "ep"}

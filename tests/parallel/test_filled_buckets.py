@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.experts.products import ADD_OUTER, grouped_linear
 from dtgpt.parallel.collectives import FlatSum
 from dtgpt.parallel.expert_parallel import filled_buckets
 from dtgpt.parallel.expert_parallel.filled_buckets import FilledBucket
 from tests.models.moe.test_plans import ADAMW, MANY, OLMOE
+from tests.support.bodies_experts import gradients_by
 from tests.support.interpreter import needs_triton, run_interpreted
+from tests.support.ranks import pool
 from tests.support.runs import on_cuda, training
 
 
@@ -51,6 +54,19 @@ def test_products_add_gradients_with_the_bits_of_a_pass_of_its_own(recipe, reque
     gradients = gradients_of(recipe)
     assert found and gradients.keys() == expected.keys()
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow(3)
+@pytest.mark.parametrize("plan", ["dp2_ep2", "dp2_ep2_tp2", "dp2_ep2_pp2"])
+def test_products_add_gradients_of_the_experts_of_a_rank(recipe, plan):
+    recipe = replace(
+        recipe, model=replace(OLMOE, num_experts=8), optimizer=ADAMW, precision="bf16", steps=2, micro_batch_size=1,
+        global_batch_size=6, plan=plan,
+    )  # fmt: skip
+    world = parse_plan(plan).world
+    for apart, found in zip(*(pool().run(world, gradients_by, recipe, fills) for fills in (False, True)), strict=True):
+        assert apart.keys() == found.keys()
+        assert [name for name in apart if not torch.equal(apart[name], found[name])] == []
 
 
 def test_a_pass_that_multiplies_twice_by_the_same_experts_is_refused(summed_by_products):

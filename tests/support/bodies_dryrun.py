@@ -16,7 +16,7 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.counts: dict[str, int] = {}
         self.exchanged = 0  # bytes, by context parallel ranks
-        self.whole: dict[str, int] = {}  # bytes of what is gathered or exchanged in one tensor, by kind
+        self.whole: dict[str, int] = {}  # bytes of what is gathered, summed or exchanged in one tensor, by kind
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.name() == "dtgpt::exchange":
@@ -30,7 +30,8 @@ class Messages(TorchDispatchMode):
                 assert not op.name().startswith("_c10d_functional::all_gather"), "see GroupCollectives"
                 self.counts[kind] = self.counts.get(kind, 0) + 1
             if kind and "base" in name:
-                self.whole[kind] = self.whole.get(kind, 0) + args[0].nbytes
+                whole = args[1 if kind == "reduce_scatter" else 0]
+                self.whole[kind] = self.whole.get(kind, 0) + whole.nbytes
         return op(*args, **(kwargs or {}))
 
 
@@ -47,7 +48,7 @@ def messages(recipes: list[Recipe]) -> list[dict[str, int]]:
 
 
 def whole_bytes(recipe: Recipe) -> dict[str, int]:
-    """The bytes of what ranks gather or exchange in one tensor while one computes the gradients of a step."""
+    """The bytes of what ranks gather, sum or exchange in one tensor while one computes the gradients of a step."""
     with open_trainer(recipe) as training, Messages() as seen:
         training.gradients()
         return seen.whole

@@ -13,8 +13,9 @@ from dtgpt.config.plan import Plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.moe import mixture
 from dtgpt.models.moe.config import ExpertsConfig
-from dtgpt.ops.experts.products import grouped_reference, outer_op
+from dtgpt.ops.experts.products import ADD_OUTER, grouped_reference, outer_op
 from dtgpt.ops.experts.routing import Choice, Routing
+from dtgpt.parallel.expert_parallel import filled_buckets
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
 from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
 from dtgpt.posttrain.lora.adapters import Adapter, attach
@@ -104,6 +105,26 @@ class _LeftOver(torch.autograd.Function):
         return dx, outer_op(grad, x, ends), None
 
 
+def gradients_by(recipe: Recipe, fills: bool) -> dict[str, Tensor]:
+    """Return this rank's gradients of a second step, which finds the first one's sums. fills: products of experts add
+    theirs to totals, as on a GPU with a kernel."""
+    added: list[bool] = []
+
+    def add(dy: Tensor, x: Tensor, ends: Tensor, total: Tensor, first: bool) -> None:
+        added.append(first)
+        ADD_OUTER.definition(dy, x, ends, total, first)
+
+    with (
+        mock.patch.object(filled_buckets, "gains", lambda parameter: fills and parameter.dim() == 3),
+        mock.patch("dtgpt.ops.experts.products.ADD_OUTER", add),
+        open_trainer(recipe) as trainer,
+    ):
+        trainer.train_step()
+        trainer.gradients()
+        assert bool(added) is fills
+        return {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
+
+
 class Mixed(NamedTuple):
     """Sums `[N, H]` of tokens, and the gradients of tokens, weights and the experts' parameters."""
 
@@ -148,15 +169,19 @@ def mixed(
     group = dist.group.WORLD
     assert group is not None
     spread = GatheredExperts(held, Group(ranks, rank, group.group_name), apart)
+
+    def call(x: Tensor, choice: Choice) -> Tensor:
+        return spread(x, choice, spread.begin(x))
+
     if choices.is_cuda:
         left = [
             torch.full((size,), torch.nan, device=device) for size in (1 << 16, 1 << 17, 1 << 24) for _ in range(64)
         ]
         del left  # what kernels do not write is then NaN
-        found = run(held, spread, own)
+        found = run(held, call, own)
     else:
         with mock.patch("dtgpt.ops.experts.products.grouped_product", _LeftOver.apply):
-            found = run(held, spread, own)
+            found = run(held, call, own)
     first, alone = slice(rank * width, (rank + 1) * width), []
     size = tokens if apart else ranks * tokens
     for start in range(0, ranks * tokens, size):  # gradients of parameters have an addend for each part

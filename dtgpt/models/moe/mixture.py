@@ -16,11 +16,12 @@ from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.activations import activation
 from dtgpt.ops.experts import few
 from dtgpt.ops.experts.inner import INNER
-from dtgpt.ops.experts.products import Groups
+from dtgpt.ops.experts.products import Groups, filled_part, filler
 from dtgpt.ops.experts.routing import Choice, choose, router_logits, weigh
 from dtgpt.ops.experts.rows import gathered, sorted_rows, summed
 from dtgpt.ops.local_tensors import local
 from dtgpt.ops.norms import RowSums, row_sums
+from dtgpt.util.torch_private import is_dtensor
 
 
 class Balance(Protocol):
@@ -109,6 +110,9 @@ class Stack(nn.Module):
 
     def _held(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
         """Return what this rank has of a parameter, in the type of x."""
+        plain = self.bound.use is self.bound.product is None and not torch.compiler.is_compiling()
+        if plain and is_dtensor(parameter) and parameter.dtype == x.dtype and (fill := filler(parameter)):
+            return filled_part(local(parameter.detach()), fill)
         return local(self.bound.use(parameter) if self.bound.use else parameter).to(x.dtype)
 
 
@@ -116,7 +120,8 @@ class Experts(nn.Module):
     """SwiGLUs, or MLPs with another function of the gate, `[B, T, H]` -> `[B, T, H]`: for each token the sum over its
     choice. Rows of each first matrix: gate 0, up 0, gate 1, up 1, ..."""
 
-    bound: Binding = PLAIN  # `run` in place of `of_tokens`, for experts of which a rank has some
+    # For experts of which a rank has some: `run` in place of `of_tokens`, which gets what `into` returns, too.
+    bound: Binding = PLAIN
 
     def __init__(self, config: ExpertsConfig):
         super().__init__()
@@ -126,31 +131,37 @@ class Experts(nn.Module):
         self.gate_up = Stack(count, config.hidden_size, 2 * config.expert_size, bias)
         self.down = Stack(count, config.expert_size, config.hidden_size, bias)
 
-    def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        return (self.bound.run or self.of_tokens)(x, choice).view_as(x)
+    def begin(self, x: Tensor) -> Any:
+        """Return what `forward` is to get of tokens that have not chosen yet: they may be on their way meanwhile."""
+        return None if self.bound.into is None else self.bound.into(x)
+
+    def forward(self, x: Tensor, choice: Choice, begun: Any = None) -> Tensor:
+        given = (x, choice) if begun is None else (x, choice, begun)
+        return (self.bound.run or self.of_tokens)(*given).view_as(x)
 
     def of_tokens(self, x: Tensor, choice: Choice, run: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return the sums `[N, H]` of tokens x `[.., H]`, N of them. run: in place of `products`."""
         x, choice = x.flatten(0, -2), choice.flat()
-        plain = self.gate_up.bound.product is self.down.bound.product is None
-        if run is None and plain and not torch.is_grad_enabled():
+        if run is None and self._is_plain() and not torch.is_grad_enabled():
             return few.SUMS(x, choice, *self.gate_up.held(x), *self.down.held(x), self.activation_name)
         order = sorted_rows(choice.experts, self.count)
-        if run is None and plain and x.is_cuda and self._is_whole():
-            inner = INNER(x, *self.gate_up.held(x), order, self.activation_name)
-            made = self.down(inner, order.ends)
-        else:
-            made = (run or self.products)(gathered(x, order), order.ends)
+        made = (run or self.products)(gathered(x, order), order.ends)
         return summed(made, choice.weights, order)
 
+    def _is_plain(self) -> bool:
+        return self.gate_up.bound.product is self.down.bound.product is None
+
     def _is_whole(self) -> bool:
-        """Return whether nobody asks for what is between rows, products and activation: a kernel may have all three."""
-        return type(row_sums()) is RowSums and not self.gate_up._forward_hooks
+        """Return whether nobody asks for what is between product and activation: a kernel may have both."""
+        return self._is_plain() and type(row_sums()) is RowSums and not self.gate_up._forward_hooks
 
     def products(self, rows: Tensor, ends: Tensor, filled: bool = True) -> Tensor:
         """Return what experts make of rows `[M, H]`. ends: int32 `[E]`, the row behind the last one of each expert.
         filled: whether no rows lie behind these; what is made of those is not to be read."""
-        made = row_sums().activated(self.activation, self.down.weight.shape[2], self.gate_up(rows, ends, filled))
+        if rows.is_cuda and self.gate_up.bias is None and self._is_whole():
+            made = INNER(rows, *self.gate_up.held(rows), ends, self.activation_name)
+        else:
+            made = row_sums().activated(self.activation, self.down.weight.shape[2], self.gate_up(rows, ends, filled))
         return self.down(made, ends, filled)
 
 
@@ -180,7 +191,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Branch:
         x = self.entry(x)
-        total = self.experts(x, self.router(x))
+        begun = self.experts.begin(x)
+        total = self.experts(x, self.router(x), begun)
         if self.shared is not None:
             own = self.shared(x)
             total = total + (own if self.shared_gate is None else own * self.shared_gate(x).sigmoid())

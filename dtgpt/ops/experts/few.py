@@ -9,7 +9,7 @@ from torch import Tensor
 from dtgpt.ops.experts.inner import INNER
 from dtgpt.ops.experts.products import grouped_linear
 from dtgpt.ops.experts.routing import Choice, Routing, choose, router_logits, weigh
-from dtgpt.ops.experts.rows import Order, sorted_rows, summed
+from dtgpt.ops.experts.rows import Order, gathered, sorted_rows, summed
 from dtgpt.ops.operation import Operation
 
 
@@ -29,7 +29,8 @@ def results_of(
     activation: str,
 ) -> Tensor:
     """Return what the experts make of tokens x `[N, H]`, rows `[M, H]` in their order."""
-    return grouped_linear(INNER(x, first, first_bias, order, activation), second, second_bias, order.ends)
+    inner = INNER(gathered(x, order), first, first_bias, order.ends, activation)
+    return grouped_linear(inner, second, second_bias, order.ends)
 
 
 def _sums(

@@ -81,6 +81,14 @@ def fill_total(weight: Tensor, fill: Filler) -> None:
     weight.fill = fill  # type: ignore[attr-defined]
 
 
+def filled_part(part: Tensor, fill: Filler) -> Tensor:
+    """Return a rank's part of a stack, whose gradient goes to `fill` alone: autograd of torch 2.11 would bring its
+    `DTensor` zeros where a product leaves none."""
+    part = part.requires_grad_()
+    fill_total(part, fill)
+    return part
+
+
 def filler(weight: Tensor) -> Filler | None:
     """Return what a product with the stack hands its gradient to; None: to autograd."""
     return getattr(weight, "fill", None)

@@ -58,12 +58,14 @@ def gathered(x: Tensor, order: Order) -> Tensor:
     return _Gathered.apply(x, order)
 
 
-def _weighted(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    wide = torch.promote_types(y.dtype, weights.dtype)
-    total = torch.zeros(len(places), y.shape[1], dtype=wide, device=y.device)
-    for slot in range(places.shape[1]):
-        total = total + weights[:, slot, None] * y.index_select(0, places[:, slot]).to(wide)
-    return total.to(y.dtype)
+def _weighted(y: Tensor, weights: Tensor | None, places: Tensor, wide: bool = False) -> Tensor:
+    kind = torch.promote_types(y.dtype, torch.float32 if weights is None else weights.dtype)
+    total = torch.zeros(len(places), y.shape[1], dtype=kind, device=y.device)
+    for slot, column in enumerate(places.unbind(1)):
+        rows = y.index_select(0, column.clamp(min=0)).to(kind)
+        rows = rows if weights is None else weights[:, slot, None] * rows
+        total = total + torch.where(column[:, None] < 0, 0, rows)
+    return total if wide else total.to(y.dtype)
 
 
 def _weighted_gradients(
@@ -98,13 +100,14 @@ def _(x: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dtgpt::weighted_rows", mutates_args=())
-def _weighted_op(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    return WEIGHTED_ROWS(y, weights, places)
+def _weighted_op(y: Tensor, weights: Tensor | None, places: Tensor, wide: bool = False) -> Tensor:
+    return WEIGHTED_ROWS(y, weights, places, wide)
 
 
 @_weighted_op.register_fake
-def _(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    return y.new_empty(len(places), y.shape[1])
+def _(y: Tensor, weights: Tensor | None, places: Tensor, wide: bool = False) -> Tensor:
+    kind = torch.promote_types(y.dtype, torch.float32) if wide else y.dtype
+    return y.new_empty(len(places), y.shape[1], dtype=kind)
 
 
 @torch.library.custom_op("dtgpt::weighted_rows_gradients", mutates_args=())
@@ -130,9 +133,10 @@ def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callab
     return call
 
 
-# x, places, tokens: the rows `[M, H]` of tokens x `[N, H]`, each in all of its places `[N, k]`, which are all rows.
+# x, places, tokens int64 `[M]`: the rows `[M, H]` of tokens x `[N, H]`, each in all of its places `[N, k]`, but -1.
 spread_rows = plain_on_cpu(SPREAD_ROWS, _spread_op)
-# y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]` times row of y `[M, H]`, in y's dtype.
+# y, weights, places: the sums `[N, H]` over a token's slots of weight `[N, k]`, None: 1, times row of y `[M, H]`, but
+# -1, in y's dtype; wide: in that of the sums, fp32 at least.
 weighted_rows = plain_on_cpu(WEIGHTED_ROWS, _weighted_op)
 # grad, y, weights, places, tokens, slots: the gradients of y, of which rows without a slot may be anything, and of the
 # weights, zero where a slot has no row.

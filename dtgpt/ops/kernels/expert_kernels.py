@@ -83,26 +83,31 @@ def outer_kernel(dy, x, ends, dweight, N, K, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def spread_kernel(x, places, y, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a part of one token's row `[F]` to each of its places: it is read once, and not once for each of them."""
+    """Write a part of one token's row `[F]` to each of its places, but -1: it is read once, and not once for each of
+    them."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * F + columns, columns < F)
     for slot in range(SLOTS):
         row = tl.load(places + token * SLOTS + slot)
-        tl.store(y + row * F + columns, value, columns < F)
+        tl.store(y + row * F + columns, value, (columns < F) & (row >= 0))
 
 
 @triton.jit
 def weighted_kernel(y, weights, places, out, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a part of one token's sum `[F]` over its slots of weight times row of y; places None: as they lie."""
+    """Write a part of one token's sum `[F]` over its slots of weight, None: of 1, times row of y; places None: as they
+    lie; -1: the slot has none."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(SLOTS):
         at = token * SLOTS + slot
         row = at if places is None else tl.load(places + at)
-        weight = tl.load(weights + at)
-        total += weight * tl.load(y + row * F + columns, columns < F, 0.0).to(tl.float32)
+        value = tl.load(y + row * F + columns, (columns < F) & (row >= 0), 0.0).to(tl.float32)
+        if weights is None:
+            total += value
+        else:
+            total += tl.load(weights + at) * value
     tl.store(out + token * F + columns, total.to(out.dtype.element_ty), columns < F)
 
 
@@ -153,20 +158,23 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dweight
 
 
-def spread_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Return rows `[N k, F]`, of which each of the places int64 `[N, k]` is one, of a contiguous x `[N, F]`."""
+def spread_rows(x: Tensor, places: Tensor, rows: int | None = None) -> Tensor:
+    """Return so many rows, or `[N k, F]`, of a contiguous x `[N, F]`: at each of the places int64 `[N, k]`, but -1, its
+    token's."""
     (count, slots), size = places.shape, x.shape[1]
-    y = torch.empty(count * slots, size, dtype=x.dtype, device=x.device)
+    y = torch.empty(count * slots if rows is None else rows, size, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), COLUMNS)
     spread_kernel[(count, triton.cdiv(size, block))](x, places, y, size, SLOTS=slots, BLOCK=block)
     return y
 
 
-def weighted_rows(y: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+def weighted_rows(y: Tensor, weights: Tensor | None, places: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Return what the operation does of a contiguous y `[M, F]`, in its type or in another one. places None: y has the
     rows of slots in order."""
-    (count, slots), size = weights.shape, y.shape[1]
-    y, weights = y.contiguous(), weights.contiguous()
+    shaped = places if weights is None else weights
+    assert shaped is not None
+    (count, slots), size = shaped.shape, y.shape[1]
+    y, weights = y.contiguous(), None if weights is None else weights.contiguous()
     out = torch.empty(count, size, dtype=dtype or y.dtype, device=y.device)
     block = min(triton.next_power_of_2(size), COLUMNS)
     weighted_kernel[(count, triton.cdiv(size, block))](y, weights, places, out, size, SLOTS=slots, BLOCK=block)

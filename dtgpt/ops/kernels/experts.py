@@ -19,7 +19,7 @@ from dtgpt.ops.experts.products import (
     outer_or_fill,
     product_op,
 )
-from dtgpt.ops.experts.rows import Order, spread_rows, sum_of_rows
+from dtgpt.ops.experts.rows import Order
 from dtgpt.ops.kernels.devices import (
     by_triton,
     has_hopper,
@@ -29,7 +29,7 @@ from dtgpt.ops.kernels.devices import (
     why_below,
     why_no_triton,
 )
-from dtgpt.ops.kernels.pointwise import swiglu_backward
+from dtgpt.ops.kernels.pointwise import swiglu_kernels
 from dtgpt.ops.operation import Kernel
 from dtgpt.util.shared.gpu_limits import HOPPER
 from dtgpt.util.torch_private import is_dtensor
@@ -73,11 +73,11 @@ def grouped_kernels():
     return grouped_kernels
 
 
-def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor, rows: int | None = None) -> bool:
+def _takes_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not may_fuse(x) or torch.compiler.is_compiling():
         return False
     aligned = (x.data_ptr() | weight.data_ptr()) % BYTES == 0
-    return aligned and has_hopper(x.device) and grouped_kernels().serves(len(x) if rows is None else rows, weight)
+    return aligned and has_hopper(x.device) and grouped_kernels().serves(len(x), weight)
 
 
 def _by_tiles(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -151,33 +151,32 @@ ADD_OUTER = (
 
 
 class _Inner(torch.autograd.Function):
-    """The rows of tokens by first matrices, and SwiGLU of them; backward keeps the rows and what the function is of."""
+    """Rows by first matrices, and SwiGLU of them; backward keeps the rows and what the function is of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, order: Order) -> Tensor:
-        rows = spread_rows(x.contiguous(), order.places, order.tokens)
-        pairs, inner = grouped_kernels().grouped_product(rows, weight, order.ends, activate=True)
-        ctx.save_for_backward(rows, pairs, weight, order.places, order.ends)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        pairs, inner = grouped_kernels().grouped_product(rows, weight, ends, activate=True)
+        ctx.save_for_backward(rows, pairs, weight, ends)
         ctx.fill = filler(weight)
         return inner
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        rows, pairs, weight, places, ends = ctx.saved_tensors
-        dpairs = swiglu_backward(grad, pairs)
-        dx = sum_of_rows(grouped_product(dpairs, weight.mT, ends), places) if ctx.needs_input_grad[0] else None
-        return dx, outer_or_fill(dpairs, rows, ends, ctx.fill) if ctx.needs_input_grad[1] else None, None
+        rows, pairs, weight, ends = ctx.saved_tensors
+        dpairs = swiglu_kernels().swiglu_backward(grad, pairs, ends=ends)
+        drows = grouped_product(dpairs, weight.mT, ends) if ctx.needs_input_grad[0] else None
+        return drows, outer_or_fill(dpairs, rows, ends, ctx.fill) if ctx.needs_input_grad[1] else None, None
 
 
-def _makes_inner(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order, activation: str) -> bool:
-    return bias is None and activation == "silu" and _takes_tiles(x, weight, order.ends, len(order.tokens))
+def _makes_inner(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, activation: str) -> bool:
+    return bias is None and activation == "silu" and _takes_tiles(rows, weight, ends)
 
 
 INNER = (
     Kernel(
         "Triton by tiles",
         _makes_inner,
-        lambda x, weight, bias, order, activation: _Inner.apply(x, weight, order),
+        lambda rows, weight, bias, ends, activation: _Inner.apply(rows, weight, ends),
         _why_no_tiles,
         "SwiGLU without biases, as grouped_product by tiles",
     ),
@@ -240,8 +239,14 @@ def _sums(x: Tensor, *_: Any) -> bool:
     return x.dtype in SERVED and has_triton(x)
 
 
-SPREAD_ROWS = (by_triton(lambda x, places, tokens: expert_kernels().spread_rows(x, places), _sums),)
-WEIGHTED_ROWS = (by_triton(lambda *given: expert_kernels().weighted_rows(*given), _sums),)
+SPREAD_ROWS = (by_triton(lambda x, places, tokens: expert_kernels().spread_rows(x, places, len(tokens)), _sums),)
+
+
+def _weighted_rows(y: Tensor, weights: Tensor | None, places: Tensor, wide: bool = False) -> Tensor:
+    return expert_kernels().weighted_rows(y, weights, places, torch.float32 if wide else None)
+
+
+WEIGHTED_ROWS = (by_triton(_weighted_rows, _sums),)
 WEIGHTED_ROWS_GRADIENTS = (by_triton(lambda *given: expert_kernels().weighted_rows_gradients(*given), _sums),)
 
 

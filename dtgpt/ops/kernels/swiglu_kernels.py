@@ -56,9 +56,12 @@ def swiglu_forward_kernel(x, y, pairs, BLOCK: tl.constexpr, GELU: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward_kernel(dy, x, dx, pairs, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """Compute dx `[pairs, 2]` from dy `[pairs]` and x `[pairs, 2]`."""
+def swiglu_backward_kernel(dy, x, dx, pairs, last, F, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """Compute dx `[pairs, 2]` from dy `[pairs]` and x `[pairs, 2]`, of the first rows of F pairs, as many as `last`
+    says; None: of all."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    if last is not None:
+        pairs = tl.minimum(pairs, tl.load(last).to(tl.int64) * F)
     gate, up = load_pairs(x, first, pairs, BLOCK)
     places = tl.arange(0, BLOCK)
     gradient = tl.load(dy + first + places, places < pairs - first, 0.0).to(tl.float32)
@@ -82,10 +85,14 @@ def swiglu_forward(x: Tensor, launch: SwigluLaunch = FORWARD, gelu: bool = False
     return y
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, launch: SwigluLaunch = BACKWARD, gelu: bool = False) -> Tensor:
-    """Return dx `[.., 2 F]` of what `swiglu_forward` returns."""
+def swiglu_backward(
+    dy: Tensor, x: Tensor, launch: SwigluLaunch = BACKWARD, gelu: bool = False, ends: Tensor | None = None
+) -> Tensor:
+    """Return dx `[.., 2 F]` of what `swiglu_forward` returns. ends: int32, the last of which says how many rows count;
+    what is behind them may be anything."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     grid = (triton.cdiv(dy.numel(), launch.pairs),)
-    swiglu_backward_kernel[grid](dy, x, dx, dy.numel(), launch.pairs, gelu, num_warps=launch.warps)
+    last, width = None if ends is None else ends[-1:], dy.shape[-1]
+    swiglu_backward_kernel[grid](dy, x, dx, dy.numel(), last, width, launch.pairs, gelu, num_warps=launch.warps)
     return dx

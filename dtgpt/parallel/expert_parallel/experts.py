@@ -11,7 +11,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.moe.mixture import Experts
 from dtgpt.parallel.build import Building, Entry, shard_module
 from dtgpt.parallel.expert_parallel.exchange import SpreadExperts
-from dtgpt.parallel.expert_parallel.gathered import GatheredExperts, Group
+from dtgpt.parallel.expert_parallel.gathered import Group, bind_gathered
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.util.torch_private import is_dtensor
 
@@ -54,7 +54,7 @@ def send_rows(part: Decoder, made: Building) -> None:
             asked = SpreadExperts(experts.products, group, apart)
             bind(experts, run=partial(experts.of_tokens, run=asked))
         else:
-            bind(experts, run=GatheredExperts(experts, known, apart))
+            bind_gathered(experts, known, apart)
 
 
 def shard_experts(part: Decoder, made: Building) -> None:

@@ -4,18 +4,31 @@ A gradient of 16 bits is written once and read once for its sum alone: of a mode
 the fp32 sum itself. The product has it in registers, rounds it as it would, and adds it there: the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakMethod
 
 from torch import Tensor, nn
 
 from dtgpt.ops.experts.products import ADD_OUTER, Fill, fill_total
+from dtgpt.ops.local_tensors import local
 from dtgpt.ops.operation import load_kernels
 from dtgpt.ops.optim.optimizer import Accumulator
 from dtgpt.parallel.collectives import FlatSum
 from dtgpt.parallel.gradients import Bucket, local_gradient
 from dtgpt.parallel.mesh import own_axes_of
 from dtgpt.util.torch_private import is_dtensor
+
+
+class _Nothing(Accumulator):
+    """What adds to no totals: products add to all of them."""
+
+    def __init__(self) -> None:
+        self.totals = []
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add nothing."""
+
+    store = add
 
 
 class FilledBucket(Bucket):
@@ -25,13 +38,11 @@ class FilledBucket(Bucket):
         super().__init__(parameters, over_replicas, passes, hooks)
         by_products = [hooks and self._accumulator is not None and gains(p) for p in parameters]
         self._filled = [p for p, own in zip(parameters, by_products, strict=True) if own]
-        if len(self._filled) == len(parameters):  # nobody would say that a pass is over
-            self._filled, by_products = [], [False] * len(parameters)
         self._totals_filled = [t for t, own in zip(self._totals, by_products, strict=True) if own]
         self._others = [p for p, own in zip(parameters, by_products, strict=True) if not own]
         self._totals = [t for t, own in zip(self._totals, by_products, strict=True) if not own]
         if self._filled:
-            self._accumulator = Accumulator(self._totals)
+            self._accumulator = Accumulator(self._totals) if self._totals else _Nothing()
         self._done_with: set[int] = set()  # indices of those that products have filled in this pass
         for index, parameter in enumerate(self._filled):
             fill_total(parameter, _weakly(self._fill, index))
@@ -77,10 +88,10 @@ def _weakly(method: Callable[[int, Fill], None], index: int) -> Callable[[Fill],
 
 def gains(parameter: nn.Parameter) -> bool:
     """Return whether a kernel adds the gradients of a parameter to a total as it makes them."""
-    if parameter.dim() != 3 or is_dtensor(parameter) or own_axes_of(parameter):
+    if parameter.dim() != 3 or (is_dtensor(parameter) and not own_axes_of(parameter)):
         return False
     load_kernels(ADD_OUTER.name)
-    return any(kernel.serves(*_example(parameter)) for kernel in ADD_OUTER.kernels)
+    return any(kernel.serves(*_example(local(parameter).detach())) for kernel in ADD_OUTER.kernels)
 
 
 def _example(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
