@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # that a program of sums takes at a time, at most
+COLUMNS = 2048  # that a program of rows or sums takes, at most
+PART = 1024  # that a program of gradients takes at a time, at most: another number sums in another order
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def spread_kernel(x, places, y, F, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * F + columns, columns < F)
-    for slot in range(SLOTS):
+    for slot in tl.static_range(SLOTS):
         row = tl.load(places + token * SLOTS + slot)
         tl.store(y + row * F + columns, value, (columns < F) & (row >= 0))
 
@@ -100,7 +101,7 @@ def weighted_kernel(y, weights, places, out, F, SLOTS: tl.constexpr, BLOCK: tl.c
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for slot in range(SLOTS):
+    for slot in tl.static_range(SLOTS):
         at = token * SLOTS + slot
         row = at if places is None else tl.load(places + at)
         value = tl.load(y + row * F + columns, (columns < F) & (row >= 0), 0.0).to(tl.float32)
@@ -158,13 +159,20 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dweight
 
 
+def _parts(x: Tensor) -> tuple[int, dict[str, int]]:
+    """Return how many programs share a row of x, which are few, since memory is fastest where rows are written at once,
+    and what each is launched with: a thread moves 16 bytes of a row."""
+    block = min(triton.next_power_of_2(x.shape[1]), COLUMNS)
+    return triton.cdiv(x.shape[1], block), {"BLOCK": block, "num_warps": max(1, block * x.element_size() // 512)}
+
+
 def spread_rows(x: Tensor, places: Tensor, rows: int | None = None) -> Tensor:
     """Return so many rows, or `[N k, F]`, of a contiguous x `[N, F]`: at each of the places int64 `[N, k]`, but -1, its
     token's."""
     (count, slots), size = places.shape, x.shape[1]
     y = torch.empty(count * slots if rows is None else rows, size, dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(size), COLUMNS)
-    spread_kernel[(count, triton.cdiv(size, block))](x, places, y, size, SLOTS=slots, BLOCK=block)
+    parts, options = _parts(x)
+    spread_kernel[(count, parts)](x, places, y, size, SLOTS=slots, **options)
     return y
 
 
@@ -176,8 +184,8 @@ def weighted_rows(y: Tensor, weights: Tensor | None, places: Tensor | None, dtyp
     (count, slots), size = shaped.shape, y.shape[1]
     y, weights = y.contiguous(), None if weights is None else weights.contiguous()
     out = torch.empty(count, size, dtype=dtype or y.dtype, device=y.device)
-    block = min(triton.next_power_of_2(size), COLUMNS)
-    weighted_kernel[(count, triton.cdiv(size, block))](y, weights, places, out, size, SLOTS=slots, BLOCK=block)
+    parts, options = _parts(y)
+    weighted_kernel[(count, parts)](y, weights, places, out, size, SLOTS=slots, **options)
     return out
 
 
@@ -188,6 +196,6 @@ def weighted_rows_gradients(
     count, size = places.shape[1], y.shape[1]
     grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)
-    block = min(triton.next_power_of_2(size), COLUMNS)
+    block = min(triton.next_power_of_2(size), PART)
     gradients_kernel[(places.numel(),)](grad, y, weights, places, dy, dweights, size, SLOTS=count, BLOCK=block)
     return dy, dweights

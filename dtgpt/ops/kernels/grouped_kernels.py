@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.kernels.descriptors import described
+from dtgpt.ops.kernels.descriptors import MOST_ROWS, described, described_rows
 from dtgpt.ops.kernels.devices import multiprocessors
 from dtgpt.ops.kernels.expert_kernels import find_rows
 from dtgpt.ops.kernels.swiglu_kernels import sigmoid
 
 TERMS = 64  # of K at a time
+MOST = tl.constexpr(MOST_ROWS)
 
 
 class Tile(NamedTuple):
@@ -29,9 +30,21 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
+    parts: int
 
 
-WIDE, NARROW = Tile(128, 256, 8, 4, 1), Tile(128, 128, 4, 3, 2)
+WIDE, NARROW = Tile(128, 256, 8, 4, 1, 2), Tile(128, 128, 4, 3, 2, 4)
+
+
+@triton.jit
+def store_parts(target, row, end, column, made, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Write a tile `[BM, BN]`, in parts of its columns, where its rows are before `end`. target: of `described_rows`."""
+    if PARTS == 1:
+        target.store([MOST, end, MOST - end + row, column], tl.reshape(made, (1, 1, BM, BN)))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(made, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_parts(target, row, end, column, left, BM, BN // 2, PARTS // 2)
+        store_parts(target, row, end, column + BN // 2, right, BM, BN // 2, PARTS // 2)
 
 
 @triton.jit
@@ -59,12 +72,12 @@ def grouped_kernel(
     most,
     across,
     steps,
-    N,
     per_expert,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BY_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Write tiles of y `[M, N]` from x `[M, K]` and a stack w, and to inner `[M, N / 2]` what SwiGLU makes of them;
     None: of nothing. x and w are descriptors; w has `per_expert` rows of each expert: `[E N, K]` where it is BY_ROWS,
@@ -92,13 +105,12 @@ def grouped_kernel(
         w_part = w.load([above + column, k]).T if BY_ROWS else w.load([above + k, column])
         total = tl.dot(x.load([row, k]), w_part, total)
         if at == steps - 1:
-            rows = (row + tl.arange(0, BM)).to(tl.int64)[:, None]
-            made = total.to(y.dtype.element_ty)
-            tl.store(y + rows * N + (column + tl.arange(0, BN))[None, :], made, rows < end)
+            made = total.to(y.dtype)
+            store_parts(y, row, end, column, made, BM, BN, PARTS)
             if inner is not None:
                 gate, up = tl.split(tl.reshape(made.to(tl.float32), (BM, BN // 2, 2)))
-                here = inner + rows * (N // 2) + (column // 2 + tl.arange(0, BN // 2))[None, :]
-                tl.store(here, (gate * sigmoid(gate) * up).to(inner.dtype.element_ty), rows < end)
+                activated = (gate * sigmoid(gate) * up).to(y.dtype)
+                store_parts(inner, row, end, column // 2, activated, BM, BN // 2, PARTS // 2)
             total = tl.zeros((BM, BN), tl.float32)
 
 
@@ -120,22 +132,23 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, activate: bool = Fa
     tiles = torch.empty(most + 1, 4, dtype=torch.int32, device=x.device)
     experts = max(2, triton.next_power_of_2(count))
     tiles_kernel[(most,)](ends, tiles, most, E=count, EXPERTS=experts, ROWS=tile.BM, num_warps=1)
+    part = tile.BM, tile.BN // tile.parts
     flat = (weight if by_rows else weight.mT).view(-1, size if by_rows else columns)
     grouped_kernel[(min(multiprocessors(x.device) * tile.programs, most * across),)](
         described(x, tile.BM, TERMS),
         described(flat, *(tile.BN, TERMS) if by_rows else (TERMS, tile.BN)),
-        y,
-        inner,
+        described_rows(y, *part),
+        None if inner is None else described_rows(inner, *part),
         tiles,
         most,
         across,
         size // TERMS,
-        columns,
         columns if by_rows else size,
         BM=tile.BM,
         BN=tile.BN,
         BK=TERMS,
         BY_ROWS=by_rows,
+        PARTS=tile.parts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS, PAIRS = 128, 16384  # of a program: keys, and pairs of a key and an expert that it compares, at most
+PART = 1024  # blocks whose counts a program adds at a time, at most
 
 
 @triton.jit
@@ -31,32 +32,46 @@ def count_kernel(keys, counts, M, blocks, E: tl.constexpr, EXPERTS: tl.constexpr
     """Write how many of a block's keys, int64 `[M]`, are each expert, to counts int32 `[E, blocks]`."""
     block = tl.program_id(0)
     at = block * KEYS + tl.arange(0, KEYS)
-    own = tl.load(keys + at, at < M, E)
+    own = tl.load(keys + at, at < M, E).to(tl.int32)
     expert = tl.arange(0, EXPERTS)
     total = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts + expert * blocks + block, total, expert < E)
 
 
 @triton.jit
-def place_kernel(keys, upto, tokens, slots, places, ends, M, blocks, E: tl.constexpr, CHOSEN: tl.constexpr,
-                 EXPERTS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Write where a block's keys are in the order of (key, index), and what is there. upto: int64 `[E, blocks]`, sums
-    of `counts` up to each, in its order."""
+def scan_kernel(counts, totals, blocks, PART: tl.constexpr):
+    """Replace each of an expert's counts by the sum of those before it, and write that of all to totals `[E]`."""
+    expert = tl.program_id(0)
+    before = 0
+    for first in range(0, blocks, PART):
+        block = first + tl.arange(0, PART)
+        own = tl.load(counts + expert * blocks + block, block < blocks, 0)
+        tl.store(counts + expert * blocks + block, before + tl.cumsum(own, 0) - own, block < blocks)
+        before += tl.sum(own, 0)
+    tl.store(totals + expert, before)
+
+
+@triton.jit
+def place_kernel(keys, counts, totals, tokens, slots, places, ends, M, blocks, E: tl.constexpr,
+                 CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Write where a block's keys are in the order of (key, index), and what is there. counts and totals: of
+    `scan_kernel`."""
     block = tl.program_id(0)
     local = tl.arange(0, KEYS)
     at = block * KEYS + local
-    own = tl.load(keys + at, at < M, E)
+    own = tl.load(keys + at, at < M, 0).to(tl.int32)
+    before = tl.load(counts + own * blocks + block)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.load(totals + expert, expert < E, 0)
+    end = tl.cumsum(total, 0)
     earlier = (own[None, :] == own[:, None]) & (local[None, :] < local[:, None])
-    cell = own * blocks + block
-    before = tl.load(upto + cell - 1, (at < M) & (cell > 0), 0)
-    place = before + tl.sum(earlier.to(tl.int32), 1).to(tl.int64)
+    place = before + tl.gather(end - total, own, 0) + tl.sum(earlier.to(tl.int32), 1)
+    place = place.to(tl.int64)
     tl.store(places + at, place, at < M)
     tl.store(slots + place, at.to(tl.int64), at < M)
     tl.store(tokens + place, (at // CHOSEN).to(tl.int64), at < M)
     if block == 0:
-        expert = tl.arange(0, EXPERTS)
-        last = tl.load(upto + (expert + 1) * blocks - 1, expert < E, 0)
-        tl.store(ends + expert, last.to(tl.int32), expert < E)
+        tl.store(ends + expert, end, expert < E)
 
 
 def power_of_two(count: int) -> int:
@@ -80,12 +95,12 @@ def sorted_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Te
     total, chosen, width = experts.numel(), experts.shape[1], power_of_two(count)
     keys = min(KEYS, PAIRS // width)
     blocks, sizes = triton.cdiv(total, keys), {"E": count, "EXPERTS": width, "KEYS": keys}
-    counts = torch.empty(count * blocks, dtype=torch.int32, device=device)
-    count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=8)
-    upto = counts.cumsum(0)
-    tokens, slots = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(2))
     places, ends = torch.empty_like(experts), torch.empty(count, dtype=torch.int32, device=device)
+    counts, totals = torch.empty(count * blocks, dtype=torch.int32, device=device), torch.empty_like(ends)
+    count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=8)
+    scan_kernel[(count,)](counts, totals, blocks, PART=min(power_of_two(blocks), PART))
+    tokens, slots = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(2))
     place_kernel[(blocks,)](
-        experts, upto, tokens, slots, places, ends, total, blocks, CHOSEN=chosen, **sizes, num_warps=8
+        experts, counts, totals, tokens, slots, places, ends, total, blocks, CHOSEN=chosen, **sizes, num_warps=8
     )
     return tokens, slots, places, ends
