@@ -18,6 +18,7 @@ from dtgpt.inference.captured.step import CapturedStep
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
+from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
@@ -38,6 +39,10 @@ LLAMA = LlamaConfig(
     vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
 )  # fmt: skip
 QWEN = replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True)
+OLMOE = OlmoeConfig(
+    num_layers=3, hidden_size=256, num_heads=4, head_dim=64, ffn_hidden_size=128, seq_length=512, vocab_size=1000,
+    init_std=0.1, num_experts=16, experts_per_token=4,
+)  # fmt: skip
 SAMPLINGS = {
     "greedy": Options(temperature=0.0),
     "plain": Options(seed=1),
@@ -77,7 +82,7 @@ def serve(engine: Engine, asked: list[PromptJob]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [*((CONFIG, name) for name in SAMPLINGS), (LLAMA, "greedy"), (LLAMA, "top_k"), (QWEN, "plain")],
+    [*((CONFIG, name) for name in SAMPLINGS), (LLAMA, "greedy"), (LLAMA, "top_k"), (QWEN, "plain"), (OLMOE, "plain")],
     ids=lambda value: value if isinstance(value, str) else value.architecture,
 )
 def test_the_text_is_the_same_alone_and_in_company(config, name):

@@ -38,7 +38,7 @@ WIDE, NARROW = Tile(128, 256, 8, 4, 1, 2), Tile(128, 128, 4, 3, 2, 4)
 
 @triton.jit
 def store_parts(target, row, end, column, made, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Write a tile `[BM, BN]`, in parts of its columns, where its rows are before `end`. target: of `described_rows`."""
+    """Write a tile `[BM, BN]`, in parts of its columns, where rows are before `end`. target: of `described_rows`."""
     if PARTS == 1:
         target.store([MOST, end, MOST - end + row, column], tl.reshape(made, (1, 1, BM, BN)))
     else:
