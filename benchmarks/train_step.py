@@ -32,6 +32,7 @@ from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import named_kind, of_kind
+from dtgpt.models.families.granitemoe import GRANITE_1B_A400M
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
 from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.train.setup import open_trainer
@@ -48,6 +49,7 @@ MODELS = {  # name -> recipe file, and a model in place of the recipe's
     "774m": ("gpt2_345m.py", GPT2_774M), "1558m": ("gpt2_345m.py", GPT2_1558M),
     "llama_tiny": ("llama_tiny.py", None), "llama32_1b": ("llama32_1b.py", None),
     "llama3_8b": ("llama3_8b.py", None), "qwen3_0_6b": ("qwen3_0_6b.py", None),
+    "granite_1b_a400m": ("olmoe_1b_7b.py", GRANITE_1B_A400M),
 }  # fmt: skip
 HEADS = ["plan", "GPUs", "dp x n x mb", "tokens/s", "per GPU", "of single", "MFU", "step ms", "x floor", "host ms"]
 HEADS += ["GiB", "reserved", "loss"]

@@ -40,8 +40,8 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 QWEN = replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True)
 OLMOE = OlmoeConfig(
-    num_layers=3, hidden_size=256, num_heads=4, head_dim=64, ffn_hidden_size=128, seq_length=512, vocab_size=1000,
-    init_std=0.1, num_experts=16, experts_per_token=4,
+    num_layers=3, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=128, seq_length=512,
+    vocab_size=1000, init_std=0.1, num_experts=16, experts_per_token=4,
 )  # fmt: skip
 SAMPLINGS = {
     "greedy": Options(temperature=0.0),
