@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # those of NCCL's watchdog, are still printed. To be set before torch is loaded, too.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-__version__ = "0.9.0"
+__version__ = "0.9.1"
 
 seams.use(module for module, _ in CAPABILITIES)  # imported when the core asks for them
 seams.load("dtgpt.moved:serve_old_names")()

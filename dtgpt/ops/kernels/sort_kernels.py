@@ -97,10 +97,10 @@ def sorted_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Te
     blocks, sizes = triton.cdiv(total, keys), {"E": count, "EXPERTS": width, "KEYS": keys}
     places, ends = torch.empty_like(experts), torch.empty(count, dtype=torch.int32, device=device)
     counts, totals = torch.empty(count * blocks, dtype=torch.int32, device=device), torch.empty_like(ends)
-    count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=8)
+    count_kernel[(blocks,)](experts, counts, total, blocks, **sizes, num_warps=2)
     scan_kernel[(count,)](counts, totals, blocks, PART=min(power_of_two(blocks), PART))
     tokens, slots = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(2))
     place_kernel[(blocks,)](
-        experts, counts, totals, tokens, slots, places, ends, total, blocks, CHOSEN=chosen, **sizes, num_warps=8
+        experts, counts, totals, tokens, slots, places, ends, total, blocks, CHOSEN=chosen, **sizes, num_warps=2
     )
     return tokens, slots, places, ends
