@@ -1,11 +1,13 @@
 """Every test: one thread (two pytest workers share two cores), a cache of its own, a fresh compiler."""
 
+import gc
 import os
 import signal
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+gc.disable()  # until all is imported, see tests/support/imported.py
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
@@ -79,6 +81,11 @@ def pytest_unconfigure(config):
     changed.finish(config)
     cpu_seconds.finish(config)
     recorded_map.finish(config)
+
+
+def pytest_collection_finish():
+    """Let Python search for garbage among what tests make, not among all that is imported and collected."""
+    import tests.support.imported  # noqa: F401
 
 
 def pytest_report_header(config):
