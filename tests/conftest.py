@@ -7,7 +7,6 @@ import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-gc.disable()  # until all is imported, see tests/support/imported.py
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
@@ -26,6 +25,7 @@ from tests.support import changed, covered_lines, cpu_seconds, recorded_map, ref
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 
+gc.disable()  # until all is collected, see tests/support/imported.py
 # Every run tries the same examples; a test states what else differs from hypothesis' defaults.
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
 hypothesis.settings.load_profile("fixed")
