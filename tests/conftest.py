@@ -1,5 +1,6 @@
 """Every test: one thread (two pytest workers share two cores), a cache of its own, a fresh compiler."""
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from tests.support import changed, covered_lines, cpu_seconds, recorded_map, ref
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 
+gc.disable()  # until all is collected, see tests/support/imported.py
 # Every run tries the same examples; a test states what else differs from hypothesis' defaults.
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
 hypothesis.settings.load_profile("fixed")
@@ -79,6 +81,11 @@ def pytest_unconfigure(config):
     changed.finish(config)
     cpu_seconds.finish(config)
     recorded_map.finish(config)
+
+
+def pytest_collection_finish():
+    """Let Python search for garbage among what tests make, not among all that is imported and collected."""
+    import tests.support.imported  # noqa: F401
 
 
 def pytest_report_header(config):

@@ -3,6 +3,7 @@
 import atexit
 import faulthandler
 import functools
+import gc
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from tests.support.pictures import no_pictures
 PRELOADED = [
     *IMPORTS, "torch.distributed.run", "torch.distributed.tensor.experimental", "einops", "safetensors.torch",
     "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn", "matplotlib.pyplot",
-    "dtgpt.cli", "dtgpt.train.loop", "dtgpt.serve.server", "dtgpt.evaluation.harness",
+    "dtgpt.cli", "dtgpt.train.loop", "dtgpt.serve.server", "dtgpt.evaluation.harness", "tests.support.imported",
 ]  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def describe(failed: list[ProcessResult], world: int) -> str:
 def call(body: bytes, environment: dict[str, str], timeout: float) -> Any:
     """On a rank. What was pickled is opened here, so that a failing import is the rank's failure."""
     faulthandler.dump_traceback_later(timeout + 60, exit=True, file=2)  # ends a hung rank whose parent was killed
+    gc.freeze()  # what former calls have left, such as caches, is searched for garbage no more
     torch.manual_seed(0)  # the same numbers in every order of tests
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,7 @@ MULTIPLIER_0, MULTIPLIER_1 = (multiplier - (1 << 32) for multiplier in MULTIPLIE
 WEYL_0, WEYL_1 = WEYL
 # Folding a key uses counters whose last word is this; a tensor's index never reaches it (dimensions < 2^31).
 FOLD = MASK
+FEW = 1 << 13  # elements for which NumPy, which starts sooner, is quicker than torch, which has several threads
 
 
 def _multiply(word: Any, multiplier: int) -> tuple[Any, Any]:
@@ -72,16 +74,21 @@ def fold(key: Tensor, *data: int | str | Tensor) -> Tensor:
 
     An int or an int64 tensor enters as its 64 bits, a string as its 64-bit BLAKE2b digest.
     """
-    for item in data:
-        number = _digest(item) if isinstance(item, str) else item
-        words = philox(key.unbind(-1), (number & MASK, (number >> 32) & MASK, 0, FOLD))
-        key = torch.stack(torch.broadcast_tensors(*words[:2]), dim=-1)
-    return key
+    # Tensors take a millisecond.
+    if all(_is_plain(each) and each.numel() <= FEW for each in (key, *data) if isinstance(each, Tensor)):
+        items = [item.numpy() if isinstance(item, Tensor) else item for item in data]
+        words = _folded(key.tolist() if key.dim() == 1 else np.moveaxis(key.numpy(), -1, 0), *items)
+        return torch.from_numpy(np.stack(np.broadcast_arrays(*words), axis=-1))
+    return torch.stack(torch.broadcast_tensors(*_folded(key.unbind(-1), *data)), dim=-1)
 
 
 def fold_words(seed: int, *data: int | str) -> tuple[int, int]:
-    """Return the words of `fold(root_key(seed), *data)`, without tensors, which take a millisecond."""
-    key = seed & MASK, (seed >> 32) & MASK
+    """Return the words of `fold(root_key(seed), *data)`."""
+    return _folded((seed & MASK, (seed >> 32) & MASK), *data)
+
+
+def _folded(key: Sequence[Any], *data: Any) -> Any:
+    """Return the two words of a key, as ints, arrays or tensors."""
     for item in data:
         number = _digest(item) if isinstance(item, str) else item
         key = philox(key, (number & MASK, (number >> 32) & MASK, 0, FOLD))[:2]
@@ -123,10 +130,15 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
 def few_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
     """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`, where a capability
     makes few of them sooner than torch does; None where it does not."""
-    if torch.compiler.is_compiling() or type(key) is not Tensor or key.device.type != "cpu":
+    if not _is_plain(key):
         return None
     make = _maker_of_few()
     return None if make is None else make(key, leading, blocks)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the host may read the tensor."""
+    return not torch.compiler.is_compiling() and type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 @cache  # it is asked in each draw
