@@ -74,7 +74,7 @@ def fold(key: Tensor, *data: int | str | Tensor) -> Tensor:
 
     An int or an int64 tensor enters as its 64 bits, a string as its 64-bit BLAKE2b digest.
     """
-    # Tensors take a millisecond.
+    # A round of few numbers takes torch longer to start than ints or NumPy to compute.
     if all(_is_plain(each) and each.numel() <= FEW for each in (key, *data) if isinstance(each, Tensor)):
         items = [item.numpy() if isinstance(item, Tensor) else item for item in data]
         words = _folded(key.tolist() if key.dim() == 1 else np.moveaxis(key.numpy(), -1, 0), *items)
@@ -87,7 +87,7 @@ def fold_words(seed: int, *data: int | str) -> tuple[int, int]:
     return _folded((seed & MASK, (seed >> 32) & MASK), *data)
 
 
-def _folded(key: Sequence[Any], *data: Any) -> Any:
+def _folded(key: Any, *data: Any) -> Any:
     """Return the two words of a key, as ints, arrays or tensors."""
     for item in data:
         number = _digest(item) if isinstance(item, str) else item
