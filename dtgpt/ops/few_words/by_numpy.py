@@ -42,4 +42,6 @@ def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int]) -> Any:
     for words in keys:
         product = even * factors
         even, odd = (product >> WORD_BITS)[::-1] ^ odd ^ words, (product & LOW_WORD)[::-1]
-    return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
+    made = np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
+    made.flags.writeable = False  # the next who asks gets the same array
+    return made

@@ -166,11 +166,10 @@ def _parts(x: Tensor) -> tuple[int, dict[str, int]]:
     return triton.cdiv(x.shape[1], block), {"BLOCK": block, "num_warps": max(1, block * x.element_size() // 512)}
 
 
-def spread_rows(x: Tensor, places: Tensor, rows: int | None = None) -> Tensor:
-    """Return so many rows, or `[N k, F]`, of a contiguous x `[N, F]`: at each of the places int64 `[N, k]`, but -1, its
-    token's."""
+def spread_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Return so many rows of a contiguous x `[N, F]`: at each of the places int64 `[N, k]`, but -1, its token's."""
     (count, slots), size = places.shape, x.shape[1]
-    y = torch.empty(count * slots if rows is None else rows, size, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     parts, options = _parts(x)
     spread_kernel[(count, parts)](x, places, y, size, SLOTS=slots, **options)
     return y

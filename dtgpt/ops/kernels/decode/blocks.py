@@ -338,26 +338,24 @@ def _run_rows(
     all_reduce: AllReduce | None,
     exchange: Exchange | None,
 ) -> Residual:
-    def branch_of(h: Tensor, weight: Tensor) -> Tensor:
-        branch = product(h, weight, None, "groups")
+    def over_ranks(branch: Tensor) -> Tensor:
         return branch if all_reduce is None else all_reduce(branch)
 
     stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
         write = Write(k, v, slots, positions)
-        if block.router is not None and len(x) <= JOINED:
+        if block.router is not None and block.rotary is not None and len(x) <= JOINED:
             branch = attend_few(h, block, write)
-            branch = branch if all_reduce is None else all_reduce(branch)
         else:
-            branch = branch_of(attend(h, block, write), block.proj)
-        stream = Residual(x, branch, block.proj_bias)
+            branch = product(attend(h, block, write), block.proj, None, "groups")
+        stream = Residual(x, over_ranks(branch), block.proj_bias)
         if block.router is not None:
             stream = run_experts(stream, block, all_reduce)
             continue
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
         inner = product(h, block.fc, block.fc_bias, str(block.activation))
-        stream = Residual(x, branch_of(inner, block.out), block.out_bias)
+        stream = Residual(x, over_ranks(product(inner, block.out, None, "groups")), block.out_bias)
     return stream
 
 

@@ -4,9 +4,8 @@ kernels where there are more rows. Needs Triton."""
 import triton
 import triton.language as tl
 
+from dtgpt.ops.kernels.attention.cached_kernels import SPLIT
 from dtgpt.ops.kernels.decode.kernels import GROUP, SEGMENT, begin
-
-POSITIONS = tl.constexpr(128)  # of a split of attention
 
 
 @triton.jit
@@ -33,7 +32,7 @@ def merged_product_kernel(
     own += (part * tl.num_programs(0) + tile).to(tl.int64) * rows * GROUP
     begin(PDL)
     for row in range(rows):
-        used = tl.load(positions + row).to(tl.int32) // POSITIONS + 1
+        used = tl.load(positions + row).to(tl.int32) // SPLIT + 1
         cell = (row * HEADS + head) * SPLITS
         known = there[:, None] & (j < used)[None, :]
         largest = tl.max(tl.load(state + 2 * (cell[:, None] + j[None, :]), known, float("-inf")), 1)
