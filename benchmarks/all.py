@@ -1,4 +1,4 @@
-"""All published figures of one machine at one commit, and the tables that show them.
+"""All published figures of one machine, and the tables that show them.
 
     python benchmarks/all.py --gpus 1 --list                          # parts, their seconds, what they need
     python benchmarks/all.py --gpus 1                                 # all that is not measured yet
@@ -7,9 +7,10 @@
     python benchmarks/all.py --tables                                 # write the tables of docs, README and recipes
     python benchmarks/all.py --tables --add new.jsonl                 # take rows of another machine up before
 
-Each row of the output is a line of JSON: part, name, figures by unit, rounds, command, commit, GPU, power limit,
-versions, date. What is there for this commit and GPU is not measured again, so that a run that was ended, or stopped by
---limit-s, goes on where it was. A script that fails has a row "failed" with its last line, and the others go on; one
+Each row of the output is a line of JSON: part, name, figures by unit, rounds, command, commit, sources, GPU, power
+limit, versions, date. `sources` is a hash of the program and of the scripts. What is there for these sources and this
+GPU is not measured again: a run that was ended, or stopped by --limit-s, goes on where it was, also at a later commit
+that changes only tests or pages. A script that fails has a row "failed" with its last line, and the others go on; one
 that needs a program which is not there has a row "skipped". Of two rows with one name the tables show the later.
 
 --peers is a folder with checkouts: nanoGPT, gpt-fast, Megatron-LM, modded-nanogpt, and gpt2-bpe with GPT-2's vocab.json
@@ -18,6 +19,7 @@ and merges.txt. They are not part of dtgpt; benchmarks/README.md says where they
 
 import argparse
 import datetime
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -40,6 +42,7 @@ CHECKOUTS = {
     "@gpt2-bpe": "gpt2-bpe",
     "@track3": "modded-nanogpt/records/track_3_optimization/train_gpt_simple.py",
 }
+MEASURED = ("dtgpt/**/*", "recipes/*.py", "benchmarks/*.py")
 BYTECODE = Path(tempfile.gettempdir(), "dtgpt-benchmarks-bytecode")
 LEAST = 15.0  # seconds that must be left for a script to be started
 LATE = 3.0  # times its estimate, and a minute: then a script is ended
@@ -54,13 +57,25 @@ def asked(command: Sequence[str]) -> str:
         return ""
 
 
+def hash_sources() -> str:
+    """Return a hash of the package, the recipes and the scripts of this folder, without the docstrings of modules:
+    recipes have figures there."""
+    digest = hashlib.sha256()
+    for pattern in MEASURED:
+        for file in sorted(each for each in ROOT.glob(pattern) if "__pycache__" not in each.parts and each.is_file()):
+            data = file.read_bytes()
+            code = data.partition(b'"""\n\n')[2] if data.startswith(b'"""') else data
+            digest.update(f"{file.relative_to(ROOT)}\0".encode() + code + b"\0")
+    return digest.hexdigest()[:8]
+
+
 def machine(args: argparse.Namespace) -> Row:
     """Return what all rows of this run have in common."""
     import torch
 
     commit = args.commit or asked(["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"])
     commit = commit or "unknown"
-    found: Row = {"commit": commit, "gpus": args.gpus, "python": sys.version.split()[0]}
+    found: Row = {"commit": commit, "sources": hash_sources(), "gpus": args.gpus, "python": sys.version.split()[0]}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
     found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     for package in ("triton", "transformers"):
@@ -84,7 +99,7 @@ class Runner:
         self.done = {
             (row["part"], row["script"])
             for row in read_rows(args.output)
-            if row.get("done") and all(row.get(key) == common[key] for key in ("commit", "gpu", "gpus"))
+            if row.get("done") and all(row.get(key) == common[key] for key in ("sources", "gpu", "gpus"))
         }
 
     @property

@@ -125,17 +125,44 @@ def test_a_script_that_fails_is_a_row_and_the_rest_goes_on(run, tmp_path):
     failed, step, done = rows
     assert failed["name"] == "bad" and failed["failed"] == "ValueError: it broke"
     assert step["name"] == "good: step" and step["figures"] == {"tokens/s": 1000.0} and step["rounds"] == [1.0, 2.0]
-    for key in ("part", "script", "command", "commit", "gpus", "gpu", "torch", "date", "python"):
+    for key in ("part", "script", "command", "commit", "sources", "gpus", "gpu", "torch", "date", "python"):
         assert key in step, key
     assert done["done"] and "well" in (tmp_path / "log").read_text()
 
 
-def test_what_is_there_is_not_measured_again_and_what_failed_is(run):
+def test_what_is_there_is_not_measured_again_and_what_failed_is(run, monkeypatch):
     run({"bad": "raise ValueError", "good": GOOD})
     _, rows = run({"bad": "raise ValueError", "good": GOOD})
     assert [row["name"] for row in rows] == ["bad", "good: step", "good", "bad"]
+    _, rows = run({"good": GOOD}, commit="def")  # of the same sources
+    assert len(rows) == 4
+    monkeypatch.setattr(importlib.import_module("all"), "hash_sources", lambda: "other")
     _, rows = run({"good": GOOD}, commit="def")
     assert [row["name"] for row in rows][4:] == ["good: step", "good"]
+
+
+@pytest.mark.parametrize(
+    "file, other, same",
+    [
+        ("recipes/a.py", '"""200 tokens/s."""\n\nLR = 1\n', True),
+        ("recipes/a.py", '"""100 tokens/s."""\n\nLR = 2\n', False),
+        ("dtgpt/ops/a.cu", "// 2\n", False),
+        ("docs/a.md", "2\n", True),
+    ],
+)
+def test_sources_are_the_program_and_not_its_pages(tmp_path, monkeypatch, file, other, same):
+    command = importlib.import_module("all")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    for name, text in {
+        "recipes/a.py": '"""100 tokens/s."""\n\nLR = 1\n',
+        "dtgpt/ops/a.cu": "// 1\n",
+        "docs/a.md": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = command.hash_sources()
+    (tmp_path / file).write_text(other)
+    assert (command.hash_sources() == before) == same
 
 
 def test_without_time_or_a_package_a_script_is_not_started(run, capsys):
