@@ -12,7 +12,7 @@ from dtgpt.compare.trace import Key
 from dtgpt.compare.whole_tensors import gather_whole
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
-from dtgpt.planning.memory import memory_of
+from dtgpt.planning.parameters import Rank
 from dtgpt.train.setup import open_trainer
 from tests.support.bodies_optimizer import train_part
 from tests.support.runs import traced_record
@@ -31,10 +31,10 @@ def codes_of(recipe: Recipe) -> tuple[dict[str, Tensor | None], int, int]:
         assert frozen is not None
         states = [trainer.optimizer.rule.state(shard.index) for shard in trainer.shards]
         held = [shard.local for shard in (*frozen, *trainer.shards)] + [t for each in states for t in each.values()]
-        planned = memory_of(trainer.settings, trainer.mesh.rank)
+        planned = Rank(trainer.settings, trainer.mesh.rank)
         chosen = lambda shard: not shard.local.is_floating_point()  # noqa: E731
         codes = dict(gather_whole(frozen, lambda shard: shard.local, chosen))
-        return codes, planned.weights + planned.optimizer, sum(tensor.nbytes for tensor in held)
+        return codes, planned.weight_bytes + planned.optimizer_bytes, sum(tensor.nbytes for tensor in held)
 
 
 def steps_of_peft(

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.planning.memory import memory_of
-from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.parameters import Rank
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -50,8 +49,8 @@ def save(trainer: Trainer, recipe: Recipe, run: Path) -> None:
 
 
 def held_and_planned(trainer: Trainer, recipe: Recipe) -> tuple[Sizes, Sizes]:
-    rule, rank = trainer.optimizer.rule, trainer.mesh.rank
+    rule, planned = trainer.optimizer.rule, Rank(trainer.settings, trainer.mesh.rank)
     state = sum(tensor.nbytes for shard in trainer.shards for tensor in rule.state(shard.index).values())
-    sizes = sorted(p.local for p in parameters_of(recipe.model, trainer.settings.plan, rank))
+    sizes = sorted(p.local for p in planned.parameters)
     held = sorted(shard.local.numel() for shard in trainer.shards), state
-    return held, (sizes, memory_of(trainer.settings, rank).optimizer)
+    return held, (sizes, planned.optimizer_bytes)
