@@ -5,7 +5,7 @@ command    python recipes/gpt2_345m.py --data.path your.jsonl
 short run  python recipes/gpt2_345m.py --steps 50 --optimizer.decay_steps 50 --log.interval 5
 expect     19 GiB with --micro_batch_size 16. Loss of the short run, measured with unfused operations: 11.0 -> 6.05.
            The full run was not repeated.
-measured   210,083 tokens/s on one H200 with --micro_batch_size 16 --global_batch_size 16; 219,283 with --model.dropout
+measured   209,813 tokens/s on one H200 with --micro_batch_size 16 --global_batch_size 16; 217,704 with --model.dropout
            0 as well (docs/benchmarks.md)
 """
 

@@ -8,7 +8,7 @@ fine-tune  python recipes/llama32_1b.py --init_from Llama-3.2-1B --data.path tok
            --global_batch_size 16
 short run  python recipes/llama32_1b.py --steps 50 --optimizer.warmup 5 --log.interval 5 --global_batch_size 8
 expect     38.3 GiB with --micro_batch_size 4 --global_batch_size 4, and 32.5 GiB as it is. The full run was not tried.
-measured   66,267 tokens/s on one H200 with --micro_batch_size 4 --global_batch_size 4, MFU 60.5 % (docs/benchmarks.md)
+measured   66,248 tokens/s on one H200 with --micro_batch_size 4 --global_batch_size 4, MFU 60.5 % (docs/benchmarks.md)
 
 Meta pruned the model from Llama 3.1 8B and has not published how it was trained. Batch and optimizer are those of
 TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/models.md tells how to prepare a text

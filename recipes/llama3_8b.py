@@ -8,7 +8,7 @@ two GPUs   the same with --nproc-per-node 2, or with --plan tp2_sp
 fine-tune  the same with --init_from Meta-Llama-3-8B --optimizer.lr 1e-5 --optimizer.warmup 100 --steps 1000
 expect     84.5 GiB on two H200 with --global_batch_size 2 by NCCL (85.3 by copy engines, as planned), 15 GiB more with
            several micro-batches; 58 GiB on each of 8 GPUs, as planned. The full run was not tried.
-measured   9,151 tokens/s on one H200 with --recompute around_attention, 120.0 GiB; on two with --global_batch_size 2
+measured   9,201 tokens/s on one H200 with --recompute around_attention, 120.0 GiB; on two with --global_batch_size 2
            10,398 tokens/s a GPU, 85.35 GiB; under tp2_sp with one sample 9,730, 73.24 GiB (docs/benchmarks.md)
 
 8000 steps of warmup to 3e-4, then a cosine to a hundredth of that over 1,200,000 steps. The paper begins with batches
