@@ -179,14 +179,10 @@ def test_compiled_equals_eager(biased, backend):
 
 
 @needs_triton
-def test_the_kernels_in_the_interpreter():
+def test_the_kernels_in_the_interpreter_and_the_documented_mask():
     cases = ["(2, 5), 44, torch.float32", "(1, 1), 8, torch.float32", "(3, 2), 24, torch.float16"]
-    in_interpreter("check_norms", ", ".join(f"({case}, {biased})" for case in cases for biased in (True, False)))
-
-
-@needs_triton
-def test_the_kernels_draw_the_documented_mask():
-    in_interpreter("check_mask", "((3, 5), 44, torch.float32)")
+    cases = ", ".join(f"({case}, {biased})" for case in cases for biased in (True, False))
+    in_interpreter("check_norms", cases, "check_mask", "((3, 5), 44, torch.float32)")
 
 
 SHAPES = [

@@ -41,7 +41,6 @@ PLANS = [
     ("dp2", 2, CONFIG),
     ("single", 1, CONFIG),
 ]
-every_plan = pytest.mark.parametrize("name, world, config", PLANS, ids=[name for name, *_ in PLANS])
 
 
 @functools.cache
@@ -59,11 +58,18 @@ def answers_of(name: str, world: int, config: GPT2Config) -> list:
     return pool().run(world, shards_of, config, plan_of(name, world))
 
 
-@every_plan
+@pytest.mark.parametrize("name, world, config", PLANS, ids=[name for name, *_ in PLANS])
 def test_shards_are_the_weights_of_one_process(name, world, config):
+    """One test for all that is asked of a plan's ranks: another worker would build them again."""
     answers = answers_of(name, world, config)
     weights = whole_weights(config)
+    check_weights(answers, weights)
+    check_copies(answers, weights)
+    check_cost(answers, weights)
+    check_norm(answers, weights)
 
+
+def check_weights(answers, weights):
     counts = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
     for pieces, *_ in answers:
         for piece in pieces:
@@ -79,11 +85,9 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     assert all(whole is None for _, _, others, _ in answers[1:] for whole in others.values())
 
 
-@every_plan
-def test_copies_are_counted_as_they_are(name, world, config):
+def check_copies(answers, weights):
     """The norm takes each element by 1 / copies: over all ranks that makes one."""
-    answers = answers_of(name, world, config)
-    shares = {name: torch.zeros(weight.shape) for name, weight in whole_weights(config).items()}
+    shares = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
     for pieces, *_ in answers:
         for piece in pieces:
             if not piece.is_tied_copy:
@@ -92,21 +96,20 @@ def test_copies_are_counted_as_they_are(name, world, config):
         torch.testing.assert_close(share, torch.ones_like(share))
 
 
-@every_plan
-def test_the_cost_of_a_plan_is_what_its_ranks_hold(name, world, config):
-    for pieces, told, *_ in answers_of(name, world, config):
+def check_cost(answers, weights):
+    """The cost of a plan is what its ranks hold."""
+    for pieces, told, *_ in answers:
         assert sorted((p.name, p.local.numel()) for p in pieces) == sorted((h.name, h.local) for h in told)
         for held in told:
             assert held.local <= held.by_tp <= math.prod(held.shape)
-            assert held.shape == whole_weights(config)[held.name].shape
+            assert held.shape == weights[held.name].shape
 
 
-@every_plan
-def test_the_norm_is_that_of_the_whole_gradient(name, world, config):
+def check_norm(answers, weights):
     """The tied table, whose gradient comes from both ends of the model, counts once, and so do addends on tp ranks."""
-    gradients = [whole_gradient(name, tuple(weight.shape)) for name, weight in whole_weights(config).items()]
+    gradients = [whole_gradient(name, tuple(weight.shape)) for name, weight in weights.items()]
     expected = torch.cat([g.flatten().double() for g in gradients]).norm().item()
-    norms = [norm for *_, norm in answers_of(name, world, config)]
+    norms = [norm for *_, norm in answers]
     assert len(set(norms)) == 1
     assert norms[0] == pytest.approx(expected, rel=1e-6)
 
