@@ -183,34 +183,34 @@ def test_muon_skips_the_outlier_on_all_ranks(watched):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize("first, then", [("single", "single"), ("dp2_zero1", "tp2")])
-def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys, first, then):
+def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys):
     """The window is in the checkpoint, and belongs to no plan."""
     train_with_an_outlier(change(watched, log={"show": "z"}), STRANGE, WINDOW)
     whole = newest_run(watched)
     assert "  z +2." in capsys.readouterr().out
-    halves = replace(watched, runs=str(tmp_path / "halves"))
-    for part in (replace(halves, steps=STRANGE - 2, plan=first), replace(halves, plan=then, resume="auto")):
-        if part.plan == "single":
-            train_with_an_outlier(part, STRANGE, WINDOW)
-        else:
-            pool().run(2, train_with_an_outlier, part, STRANGE, WINDOW)
-    run = newest_run(halves)
-    assert capsys.readouterr().out.count("1 outlier skipped") == (3 if then == "single" else 0)
-    names = ("step", "loss", "grad_norm", "lr", "loss_z", "grad_norm_z", "skipped_outliers")
-    records = [
-        [{name: r[name] for name in names if name in r} for r in read_records(folder / "metrics.jsonl") if "loss" in r]
-        for folder in (run, whole)
-    ]
-    assert [r["skipped_outliers"] for r in records[1]] == [0] * STRANGE + [1] * 3
-    last = [json.loads((f / LAST / "state.json").read_text())["outliers"] for f in (run, whole)]
-    if first == then:
-        assert records[0] == records[1] and last[0] == last[1]
-        file = f"{LAST}/optimizer-00000-000.safetensors"
-        assert (run / file).read_bytes() == (whole / file).read_bytes()
-    for one, other in zip(*records, strict=True):
-        assert one == pytest.approx(other, rel=1e-3, abs=1e-3)
-    assert len(last[0]["window"]) == WINDOW and last[0]["skipped"] == 1
+    for first, then in (("single", "single"), ("dp2_zero1", "tp2")):
+        halves = replace(watched, runs=str(tmp_path / first))
+        for part in (replace(halves, steps=STRANGE - 2, plan=first), replace(halves, plan=then, resume="auto")):
+            if part.plan == "single":
+                train_with_an_outlier(part, STRANGE, WINDOW)
+            else:
+                pool().run(2, train_with_an_outlier, part, STRANGE, WINDOW)
+        run = newest_run(halves)
+        assert capsys.readouterr().out.count("1 outlier skipped") == (3 if then == "single" else 0)
+        names = ("step", "loss", "grad_norm", "lr", "loss_z", "grad_norm_z", "skipped_outliers")
+        records = [
+            [{name: r[name] for name in names if name in r} for r in read_records(f / "metrics.jsonl") if "loss" in r]
+            for f in (run, whole)
+        ]
+        assert [r["skipped_outliers"] for r in records[1]] == [0] * STRANGE + [1] * 3
+        last = [json.loads((f / LAST / "state.json").read_text())["outliers"] for f in (run, whole)]
+        if first == then:
+            assert records[0] == records[1] and last[0] == last[1]
+            file = f"{LAST}/optimizer-00000-000.safetensors"
+            assert (run / file).read_bytes() == (whole / file).read_bytes()
+        for one, other in zip(*records, strict=True):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-3)
+        assert len(last[0]["window"]) == WINDOW and last[0]["skipped"] == 1
 
 
 @pytest.mark.cuda

@@ -43,25 +43,28 @@ for line in sys.stdin:
 
 
 @functools.cache
-def server() -> subprocess.Popen:
-    """Return the process whose forks the programs of this pytest worker are."""
-    root = str(Path(__file__).parents[2])
-    started = subprocess.Popen(
-        [sys.executable, "-c", f"ROOT = {root!r}\n{SERVER}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def server(**variables: str) -> subprocess.Popen:
+    """Return the process whose forks the programs of this pytest worker are that begin with these variables."""
+    root, pipe = str(Path(__file__).parents[2]), subprocess.PIPE
+    code, environment = f"ROOT = {root!r}\n{SERVER}", os.environ | variables
+    started = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=pipe, stdout=pipe, text=True)
     atexit.register(started.stdin.close)
     return started
 
 
-def run_fresh(words: Sequence, cwd: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Return the ended `python -m MODULE ...` or `python -c CODE ...`, as subprocess.run does."""
-    environment = dict(os.environ if env is None else env)
+def run_fresh(
+    words: Sequence, cwd: str | Path, env: dict[str, str] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Return the ended `python -m MODULE ...` or `python -c CODE ...`, as subprocess.run does. variables: of the
+    environment, which imports of torch read."""
+    environment = dict(os.environ if env is None else env) | variables
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         for file in (out, err):
             file.touch()
         given = [str(word) for word in words], str(cwd), environment, str(out), str(err)
-        server().stdin.write(json.dumps(given) + "\n")
-        server().stdin.flush()
-        code = int(server().stdout.readline())
+        began = server(**variables)
+        began.stdin.write(json.dumps(given) + "\n")
+        began.stdin.flush()
+        code = int(began.stdout.readline())
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())

@@ -1,8 +1,5 @@
 """Kernels on a CPU: which serve there, and Triton's interpreter, which runs them where TRITON_INTERPRET=1."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,15 +10,15 @@ import pytest
 from torch import Tensor
 
 from dtgpt.ops.operation import Kernel, Operation, load_kernels
+from tests.support.fresh import run_fresh
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
 def run_interpreted(code: str) -> None:
     """Run code of tests in a process of its own whose kernels Triton interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
+    done = run_fresh(["-c", code], root, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
