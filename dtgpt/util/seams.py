@@ -76,7 +76,7 @@ LISTED = {  # without names: asked in the order of the capabilities
     "device_checks": "of a GPU: raises UserError where this torch cannot compute on it",
     "device_notes": "of `Settings` on a GPU: what a user should know, or None",
     # Models and operations.
-    "few_words": "of random numbers on a CPU: makes those of `ops.random.philox.block_words`, or returns None",
+    "few_words": "of random numbers on a CPU: an object with the functions of `ops.random.philox.few_numbers`",
     "activations": "finds a function of MLPs, like `ops.activations.activation`",
     "rotary_scalings": "frequencies, for a `Rotation` and its waves",
     "core_sizes": "measures the attention cores of a block that do not say their sizes",

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.ops.random.dropout import keep_mask
+from dtgpt.ops.random.dropout import attention_mask, keep_mask
 from dtgpt.ops.random.philox import bits, fold, fold_words, normal, philox, root_key, row_chunks, uniform, uniform_rows
 from tests.support.pairwise import each_pair
 
@@ -188,14 +189,18 @@ def test_words_of_a_key_are_those_of_its_tensor(seed):
 
 
 @each_pair(
-    batch=[(), (3,), (3, 1)], sizes=[(7,), (3, 33), (2, 3, 0), (0, 2, 5), (2, 2, 3, 9)], start=[0, 5, 2**31 - 40]
+    batch=[(), (3,), (3, 1)],
+    sizes=[(7,), (3, 33), (2, 3, 0), (0, 2, 5), (2, 2, 3, 9), (140, 70)],
+    start=[0, 5, 2**31 - 40],
 )
 def test_few_words_are_those_of_many(monkeypatch, batch, sizes, start):
     """NumPy draws few words on a CPU, torch all others."""
     numbers = torch.arange(math.prod(batch)).reshape(batch)
     key, part = fold(root_key(11), numbers), [range(start, start + 2 * n, 2) for n in sizes]
-    few = bits(key, part), keep_mask(key, part, 0.3), normal(key, part)
+    in_attention = [functools.partial(attention_mask, p=p) for p in (0.3, 0.5) if len(part) > 1]
+    draws = [bits, functools.partial(keep_mask, p=0.3), normal, *in_attention]
+    few = [draw(key, part) for draw in draws]
     monkeypatch.setattr("dtgpt.ops.few_words.by_numpy.FEW", -1)
-    many = bits(key, part), keep_mask(key, part, 0.3), normal(key, part)
+    many = [draw(key, part) for draw in draws]
     for a, b in zip(few, many, strict=True):
         assert a.shape == (*batch, *sizes) and a.dtype == b.dtype and torch.equal(a, b)

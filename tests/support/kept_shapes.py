@@ -1,11 +1,13 @@
 """Imported by the fork server of ranks: DTensor asks for the shapes of an operation's results once in a process.
 
 It asks by running the operation on fake tensors, 5 ms each, and forgets the answer with the mesh, so at the end of each
-call of a pool. Shapes do not depend on the mesh."""
+call of a pool. Shapes do not depend on the mesh. One mode of fake tensors, whose start formats a stack, serves all."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -43,3 +45,4 @@ def keep(ask: Callable) -> Callable:
 
 
 ShardingPropagator._propagate_tensor_meta_non_cached = keep(ShardingPropagator._propagate_tensor_meta_non_cached)
+_sharding_prop.FakeTensorMode = functools.cache(_sharding_prop.FakeTensorMode)

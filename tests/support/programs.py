@@ -29,6 +29,7 @@ from tests.support.ranks import PRELOADED
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 OWN_LAUNCHER = "dtgpt.liveness.launcher"
 SIGNALS = "dtgpt.run.stops.signals"
+CALLER = "torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name"
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 
 
@@ -141,7 +142,9 @@ def become(words: list[str], environment: dict[str, str], new_session: bool) -> 
             importlib.import_module(
                 SIGNALS
             ).LAUNCHER = os.getppid()  # which the program finds when it imports this module
-        with no_pictures(), mock.patch(POPEN, Fork), own_launcher_forks():
+        # For a name, torchrun reads the sources of all that is on the stack, twice.
+        caller = mock.patch(CALLER, lambda depth=2: sys._getframe(depth).f_code.co_name)
+        with no_pictures(), mock.patch(POPEN, Fork), own_launcher_forks(), caller:
             code = run(words)
     except BaseException:
         traceback.print_exc()

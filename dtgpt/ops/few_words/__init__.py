@@ -2,4 +2,4 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(few_words=("dtgpt.ops.few_words.by_numpy:few_words",))
+CAPABILITY = Capability(few_words=("dtgpt.ops.few_words.by_numpy:FEW_NUMBERS",))

@@ -1,14 +1,16 @@
-"""Philox by NumPy: the words of `dtgpt.ops.random.philox`, bit for bit, of few evaluations."""
+"""Philox by NumPy: the words of `dtgpt.ops.random.philox` and masks of `dropout`, bit for bit, of few evaluations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from dtgpt.ops.random.philox import FEW, MASK, MULTIPLIERS, ROUNDS, WEYL
+from dtgpt.ops.random.dropout import GROUP, HALF, LANES, LOW_DIGITS, SHARED_ROWS, SHARING, bit_of_lane
+from dtgpt.ops.random.philox import FEW, MASK, MULTIPLIERS, ROUNDS, WEYL, WORDS, covering_blocks
 
 # On a CPU, torch takes longer to start an operation than to compute few words. NumPy starts sooner, and both
 # multiplications of a round are one operation of it. More than FEW evaluations are left to torch.
@@ -16,15 +18,61 @@ MASKS = 64  # answers that are kept, since backward asks again for what forward 
 LOW_WORD, WORD_BITS = np.uint64(MASK), np.uint64(32)
 FACTORS = np.array(MULTIPLIERS, np.uint64)
 ADDED = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(WEYL, np.uint64)  # to the key before each round
+BIT_OF_LANE = bit_of_lane(np.arange(HALF, dtype=np.uint32))
 
 
-def few_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
+def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
     """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`; None for many. The
     key is a plain one on the CPU."""
-    if key.numel() // 2 * math.prod(map(len, leading)) * len(blocks) > FEW:
+    if not _are_few(key, *leading, blocks):
         return None
     axes = [r if isinstance(r, range) else tuple(r.tolist()) for r in (blocks, *reversed(leading))]
     return _words(tuple(key.shape[:-1]), key.numpy().tobytes(), *axes)
+
+
+def _are_few(key: Tensor, *indices: Sequence[int] | Tensor) -> bool:
+    return key.numel() // 2 * math.prod(map(len, indices)) <= FEW
+
+
+def keep_mask(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor | None:
+    """Return what `dropout.keep_mask` does for this threshold; None for many evaluations."""
+    if not _are_few(key, *ranges[:-1], covering_blocks(ranges[-1], LANES)[0]):
+        return None
+    return torch.from_numpy(_kept(tuple(key.shape[:-1]), key.numpy().tobytes(), drop, *ranges).copy())
+
+
+def attention_mask(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor | None:
+    """Return what `dropout.attention_mask` does for this threshold; None for many evaluations."""
+    if not _are_few(key, *ranges[:-1], covering_blocks(ranges[-1], GROUP)[0], range(WORDS)):
+        return None
+    return torch.from_numpy(_kept_in_attention(tuple(key.shape[:-1]), key.numpy().tobytes(), drop, *ranges).copy())
+
+
+@lru_cache(MASKS)
+def _kept(batch: tuple[int, ...], key: bytes, drop: int, *ranges: range) -> Any:
+    *leading, last = ranges
+    blocks, cut = covering_blocks(last, LANES)
+    halves = _words(batch, key, blocks, *reversed(leading)).view("<u2")  # of each word the low one, then the high one
+    return halves.reshape(*halves.shape[:-2], len(blocks) * LANES)[..., cut] >= drop
+
+
+@lru_cache(MASKS)
+def _kept_in_attention(batch: tuple[int, ...], key: bytes, drop: int, *ranges: range) -> Any:
+    """Return the decisions of `dropout.keep_words`, one by one, by words of 32 bits."""
+    *leading, rows, columns = ranges
+    groups, cut = covering_blocks(columns, GROUP)
+    blocks, outer = range(WORDS * groups.start, WORDS * groups.stop), leading[::-1]
+    row = [row & (SHARING - 1) for row in rows]
+    own = _words(batch, key, blocks, rows, *outer)
+    shared = _words(batch, key, blocks, tuple(row | SHARED_ROWS for row in row[:SHARING]), *outer)
+    own, shared = (words.reshape(*words.shape[:-2], len(groups), 2, 8) for words in (own, shared))
+    shared = shared[..., :1, :].take(np.arange(len(row)) % SHARING, axis=-4)
+    kept = np.full(own.shape[:-1], MASK, np.uint32)
+    for digit in range(16):
+        word = shared[..., digit] if digit < LOW_DIGITS else own[..., digit - LOW_DIGITS]
+        (np.bitwise_and if drop >> digit & 1 else np.bitwise_or)(kept, word, out=kept)
+    lanes = kept[..., None] >> BIT_OF_LANE & 1
+    return lanes.reshape(*kept.shape[:-2], len(groups) * GROUP)[..., cut].astype(bool)
 
 
 @lru_cache(MASKS)
@@ -45,3 +93,14 @@ def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int]) -> Any:
     made = np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
     made.flags.writeable = False  # the next who asks gets the same array
     return made
+
+
+class FewNumbers(NamedTuple):
+    """What `dtgpt.ops.random.philox.few_numbers` returns."""
+
+    words: Callable[..., Any] = block_words
+    keep_mask: Callable[..., Tensor | None] = keep_mask
+    attention_mask: Callable[..., Tensor | None] = attention_mask
+
+
+FEW_NUMBERS = FewNumbers()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.ops.operation import Operation, load_kernels
-from dtgpt.ops.random.philox import block_words, covering_blocks, few_words, fold
+from dtgpt.ops.random.philox import block_words, covering_blocks, few_numbers, fold
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element
@@ -66,13 +66,9 @@ def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
 
 def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """Return bool `[*key batch, *ranges]`, True where an element is kept: that part of the whole tensor's mask."""
-    *leading, last = ranges
-    blocks, cut = covering_blocks(last, LANES)
-    if (few := few_words(key, leading, blocks)) is not None:
-        halves = few.view("<u2")  # of each word the low one, then the high one
-        lanes = halves.reshape(*halves.shape[:-2], len(blocks) * LANES)
-        return torch.from_numpy(lanes[..., cut] >= threshold(p))
-    return unpack_bytes(keep_bytes(key, ranges, p), cut)
+    if (few := few_numbers(key)) and (mask := few.keep_mask(key, ranges, threshold(p))) is not None:
+        return mask
+    return unpack_bytes(keep_bytes(key, ranges, p), covering_blocks(ranges[-1], LANES)[1])
 
 
 def as_bits(lanes: Sequence[Tensor]) -> Tensor:
@@ -128,6 +124,8 @@ def unpack_words(words: Tensor, columns: range) -> Tensor:
 
 def attention_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """Return bool `[*key batch, *ranges]`, True where `attention_dropout` keeps an element."""
+    if (few := few_numbers(key)) and (mask := few.attention_mask(key, ranges, threshold(p))) is not None:
+        return mask
     return unpack_words(keep_words(key, ranges, threshold(p)), ranges[-1])
 
 

@@ -17,7 +17,7 @@ so a fused kernel can draw the same words.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -115,8 +115,8 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     """
     if len(leading) > 3:
         raise ValueError(f"the part has {len(leading) + 1} dimensions, but a counter holds at most 4")
-    if (few := few_words(key, leading, blocks)) is not None:
-        return torch.from_numpy(few.astype("int64")).unbind(-1)
+    if (few := few_numbers(key)) and (words := few.words(key, leading, blocks)) is not None:
+        return torch.from_numpy(words.astype("int64")).unbind(-1)
     dims = len(leading) + 1
     counter: list[Tensor | int] = [_indices(blocks, key.device)]
     for axis, r in enumerate(reversed(leading), start=2):
@@ -127,13 +127,10 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     return tuple(w.expand(shape) for w in words)
 
 
-def few_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
-    """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`, where a capability
-    makes few of them sooner than torch does; None where it does not."""
-    if not _is_plain(key):
-        return None
-    make = _maker_of_few()
-    return None if make is None else make(key, leading, blocks)
+def few_numbers(key: Tensor) -> Any:
+    """Return what makes few numbers sooner than torch does, where the host may read the key and a capability has it:
+    functions like `block_words`, `keep_mask` and `attention_mask`, which return None for many."""
+    return _maker_of_few() if _is_plain(key) else None
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -142,7 +139,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 @cache  # it is asked in each draw
-def _maker_of_few() -> Callable[..., Any] | None:
+def _maker_of_few() -> Any:
     return next(iter(seams.listed("few_words")), None)
 
 
