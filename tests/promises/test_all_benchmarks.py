@@ -147,7 +147,7 @@ def test_what_is_there_is_not_measured_again_and_what_failed_is(run, monkeypatch
         ("recipes/a.py", '"""200 tokens/s."""\n\nLR = 1\n', True),
         ("recipes/a.py", '"""100 tokens/s."""\n\nLR = 2\n', False),
         ("dtgpt/ops/a.cu", "// 2\n", False),
-        ("docs/a.md", "2\n", True),
+        ("docs/benchmarks.md", "2\n", True),
     ],
 )
 def test_sources_are_the_program_and_not_its_pages(tmp_path, monkeypatch, file, other, same):
@@ -156,7 +156,7 @@ def test_sources_are_the_program_and_not_its_pages(tmp_path, monkeypatch, file, 
     for name, text in {
         "recipes/a.py": '"""100 tokens/s."""\n\nLR = 1\n',
         "dtgpt/ops/a.cu": "// 1\n",
-        "docs/a.md": "",
+        "docs/benchmarks.md": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
