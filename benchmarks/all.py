@@ -64,7 +64,7 @@ def hash_sources() -> str:
     for pattern in MEASURED:
         for file in sorted(each for each in ROOT.glob(pattern) if "__pycache__" not in each.parts and each.is_file()):
             data = file.read_bytes()
-            code = data.partition(b'"""\n\n')[2] if data.startswith(b'"""') else data
+            code = data.split(b'"""', 2)[2] if data.startswith(b'"""') else data
             digest.update(f"{file.relative_to(ROOT)}\0".encode() + code + b"\0")
     return digest.hexdigest()[:8]
 

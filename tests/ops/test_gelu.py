@@ -70,7 +70,7 @@ def test_a_linear_map_cut_by_columns_has_the_gradients_of_pytorchs():
 
 @needs_triton
 def test_the_kernels_in_the_interpreter():
-    in_interpreter("check_gelu", "((2, 5), 44, torch.float32), ((1,), 8, torch.float32), ((3, 9), 1100, torch.float32)")
+    in_interpreter(check_gelu="((2, 5), 44, torch.float32), ((1,), 8, torch.float32), ((3, 9), 1100, torch.float32)")
 
 
 SHAPES = [((3, 33), 4096, torch.bfloat16), ((1,), 4096, torch.bfloat16), ((2, 4096), 4096, torch.bfloat16)]

@@ -182,7 +182,7 @@ def test_compiled_equals_eager(biased, backend):
 def test_the_kernels_in_the_interpreter_and_the_documented_mask():
     cases = ["(2, 5), 44, torch.float32", "(1, 1), 8, torch.float32", "(3, 2), 24, torch.float16"]
     cases = ", ".join(f"({case}, {biased})" for case in cases for biased in (True, False))
-    in_interpreter("check_norms", cases, "check_mask", "((3, 5), 44, torch.float32)")
+    in_interpreter(check_norms=cases, check_mask="((3, 5), 44, torch.float32)")
 
 
 SHAPES = [

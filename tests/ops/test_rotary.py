@@ -149,7 +149,7 @@ def test_compiled_equals_eager(normed, ops_of):
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     cases = [((2, 5, 3, 4, 10), False, True), ((1, 3, 1, 3, 2), True, False), ((2, 150, 2, 3, 64), True, True)]
-    in_interpreter("check_rotary", ", ".join(f"({shape}, torch.float32, {n}, {p})" for shape, n, p in cases))
+    in_interpreter(check_rotary=", ".join(f"({shape}, torch.float32, {n}, {p})" for shape, n, p in cases))
 
 
 SHAPES = [

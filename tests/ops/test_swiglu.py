@@ -76,7 +76,7 @@ def test_compiled_equals_eager():
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     shapes = "((2, 5), 13, torch.float32), ((1,), 1, torch.float32), ((3, 9), 300, torch.float32)"
-    in_interpreter("check_swiglu", shapes, "check_geglu", shapes)
+    in_interpreter(check_swiglu=shapes, check_geglu=shapes)
 
 
 OF_GATE = {

@@ -51,7 +51,7 @@ def balanced_steps(recipe: Recipe, held_out: bool = False, run: Path | None = No
         if run:
             save(trainer, recipe, run)
         weights = dict(gather_whole(trainer.shards, attrgetter("local")))
-        return Steps(losses, norms, figures, loads, gradients, weights, *held_and_planned(trainer, recipe))
+        return Steps(losses, norms, figures, loads, gradients, weights, *held_and_planned(trainer))
 
 
 def joined(first: Steps, then: Steps) -> Steps:

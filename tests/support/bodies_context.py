@@ -101,10 +101,9 @@ def first_steps(recipe, count: int) -> tuple[list[float], int]:
     generated, which takes minutes. The other ranks take the step that was not compiled: the messages are the same."""
     counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
     with open_trainer(recipe) as trainer, counted as exchanges:
-        stance = {"stance": "force_eager"}
-        if trainer.mesh.rank == trainer.mesh.world - 1:
-            stance = {"stance": "default", "force_backend": "aot_eager_decomp_partition"}
-        with torch.compiler.set_stance(**stance):
+        is_last = trainer.mesh.rank == trainer.mesh.world - 1
+        traced = ("default", "aot_eager_decomp_partition") if is_last else ("force_eager", None)
+        with torch.compiler.set_stance(traced[0], force_backend=traced[1]):
             steps = [trainer.train_step() for _ in range(count)]
         assert trainer.settings.compile == (recipe.compile == "on")
         values = [value for step in steps for value in (trainer.mean_loss(step), float(step.norm))]

@@ -220,10 +220,9 @@ def custom_ops() -> ExitStack:
     return stack
 
 
-def in_interpreter(body: str, cases: str, *others: str) -> None:
-    """`body(*case)` of this file in a process with Triton's interpreter. others: as many bodies and their cases."""
-    pairs = zip((body, *others[::2]), (cases, *others[1::2]), strict=True)
-    calls = "; ".join(f"b.interpret(b.{each}, {given})" for each, given in pairs)
+def in_interpreter(**bodies: str) -> None:
+    """`body(*case)` of this file in a process with Triton's interpreter. bodies: the cases of each, as code."""
+    calls = "; ".join(f"b.interpret(b.{body}, {cases})" for body, cases in bodies.items())
     run_interpreted(f"import torch; from tests.support import bodies_norm as b; {calls}")
 
 

@@ -33,7 +33,7 @@ def train_part(recipe: Recipe, run: Path, last: int) -> Part:
         losses = [trainer.mean_loss(trainer.train_step()) for _ in range(last - trainer.step)]
         save(trainer, recipe, run)
         weights = dict(gather_whole(trainer.shards, lambda shard: shard.local))
-        return Part(losses, weights, *held_and_planned(trainer, recipe))
+        return Part(losses, weights, *held_and_planned(trainer))
 
 
 def begun(run: Path) -> Path | None:
@@ -48,7 +48,7 @@ def save(trainer: Trainer, recipe: Recipe, run: Path) -> None:
         saver.save(trainer.step, state_of(trainer, asdict(recipe)), must=True)
 
 
-def held_and_planned(trainer: Trainer, recipe: Recipe) -> tuple[Sizes, Sizes]:
+def held_and_planned(trainer: Trainer) -> tuple[Sizes, Sizes]:
     rule, planned = trainer.optimizer.rule, Rank(trainer.settings, trainer.mesh.rank)
     state = sum(tensor.nbytes for shard in trainer.shards for tensor in rule.state(shard.index).values())
     sizes = sorted(p.local for p in planned.parameters)

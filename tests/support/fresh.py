@@ -63,8 +63,8 @@ def run_fresh(
         for file in (out, err):
             file.touch()
         given = [str(word) for word in words], str(cwd), environment, str(out), str(err)
-        began = server(**variables)
-        began.stdin.write(json.dumps(given) + "\n")
-        began.stdin.flush()
-        code = int(began.stdout.readline())
+        process = server(**variables)
+        process.stdin.write(json.dumps(given) + "\n")
+        process.stdin.flush()
+        code = int(process.stdout.readline())
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())

@@ -1,20 +1,21 @@
 """Philox by NumPy: the words of `dtgpt.ops.random.philox` and masks of `dropout`, bit for bit, of few evaluations."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.ops.random.dropout import GROUP, HALF, LANES, LOW_DIGITS, SHARED_ROWS, SHARING, bit_of_lane
-from dtgpt.ops.random.philox import FEW, MASK, MULTIPLIERS, ROUNDS, WEYL, WORDS, covering_blocks
+from dtgpt.ops.random.dropout import EVALUATIONS, GROUP, HALF, LANES, LOW_DIGITS, SHARED_ROWS, SHARING, bit_of_lane
+from dtgpt.ops.random.philox import FEW, MASK, MULTIPLIERS, ROUNDS, WEYL, covering_blocks
 
 # On a CPU, torch takes longer to start an operation than to compute few words. NumPy starts sooner, and both
 # multiplications of a round are one operation of it. More than FEW evaluations are left to torch.
-MASKS = 64  # answers that are kept, since backward asks again for what forward did: 8 MiB at most
+MASKS = 64  # of a kind that are kept, since backward asks again for what forward did: 12 MiB at most
 LOW_WORD, WORD_BITS = np.uint64(MASK), np.uint64(32)
 FACTORS = np.array(MULTIPLIERS, np.uint64)
 ADDED = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(WEYL, np.uint64)  # to the key before each round
@@ -26,26 +27,30 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     key is a plain one on the CPU."""
     if not _are_few(key, *leading, blocks):
         return None
-    axes = [r if isinstance(r, range) else tuple(r.tolist()) for r in (blocks, *reversed(leading))]
-    return _words(tuple(key.shape[:-1]), key.numpy().tobytes(), *axes)
+    return _words(*_read(key), blocks, *reversed(leading))
 
 
 def _are_few(key: Tensor, *indices: Sequence[int] | Tensor) -> bool:
     return key.numel() // 2 * math.prod(map(len, indices)) <= FEW
 
 
+def _read(key: Tensor) -> tuple[tuple[int, ...], bytes]:
+    """Return the batch and the bytes of a key, of which masks are kept."""
+    return tuple(key.shape[:-1]), key.numpy().tobytes()
+
+
 def keep_mask(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor | None:
     """Return what `dropout.keep_mask` does for this threshold; None for many evaluations."""
     if not _are_few(key, *ranges[:-1], covering_blocks(ranges[-1], LANES)[0]):
         return None
-    return torch.from_numpy(_kept(tuple(key.shape[:-1]), key.numpy().tobytes(), drop, *ranges).copy())
+    return torch.from_numpy(_kept(*_read(key), drop, *ranges).copy())
 
 
 def attention_mask(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor | None:
     """Return what `dropout.attention_mask` does for this threshold; None for many evaluations."""
-    if not _are_few(key, *ranges[:-1], covering_blocks(ranges[-1], GROUP)[0], range(WORDS)):
+    if not _are_few(key, *ranges[:-1], covering_blocks(ranges[-1], GROUP)[0], range(EVALUATIONS)):
         return None
-    return torch.from_numpy(_kept_in_attention(tuple(key.shape[:-1]), key.numpy().tobytes(), drop, *ranges).copy())
+    return torch.from_numpy(_kept_in_attention(*_read(key), drop, *ranges).copy())
 
 
 @lru_cache(MASKS)
@@ -61,12 +66,12 @@ def _kept_in_attention(batch: tuple[int, ...], key: bytes, drop: int, *ranges: r
     """Return the decisions of `dropout.keep_words`, one by one, by words of 32 bits."""
     *leading, rows, columns = ranges
     groups, cut = covering_blocks(columns, GROUP)
-    blocks, outer = range(WORDS * groups.start, WORDS * groups.stop), leading[::-1]
-    row = [row & (SHARING - 1) for row in rows]
-    own = _words(batch, key, blocks, rows, *outer)
-    shared = _words(batch, key, blocks, tuple(row | SHARED_ROWS for row in row[:SHARING]), *outer)
-    own, shared = (words.reshape(*words.shape[:-2], len(groups), 2, 8) for words in (own, shared))
-    shared = shared[..., :1, :].take(np.arange(len(row)) % SHARING, axis=-4)
+    blocks = range(EVALUATIONS * groups.start, EVALUATIONS * groups.stop)
+    shared_rows = [row & (SHARING - 1) | SHARED_ROWS for row in rows[:SHARING]]
+    words = _words(batch, key, blocks, [*rows, *shared_rows], *reversed(leading))  # one draw, whose start costs most
+    words = words.reshape(*words.shape[:-2], len(groups), 2, 8)
+    own, shared = words[..., : len(rows), :, :, :], words[..., len(rows) :, :, :1, :]
+    shared = shared.take(np.arange(len(rows)) % SHARING, axis=-4)
     kept = np.full(own.shape[:-1], MASK, np.uint32)
     for digit in range(16):
         word = shared[..., digit] if digit < LOW_DIGITS else own[..., digit - LOW_DIGITS]
@@ -75,13 +80,12 @@ def _kept_in_attention(batch: tuple[int, ...], key: bytes, drop: int, *ranges: r
     return lanes.reshape(*kept.shape[:-2], len(groups) * GROUP)[..., cut].astype(bool)
 
 
-@lru_cache(MASKS)
-def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int]) -> Any:
+def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int] | Tensor) -> Any:
     """Return the words of a key of int64 `[*batch, 2]`. axes: indices of each dimension, the last one first."""
     shape, dims = (*batch, *map(len, reversed(axes))), len(axes)
     counter = np.zeros((4, *shape), np.uint64)
     for axis, r in enumerate(axes):
-        column = np.arange(r.start, r.stop, r.step, dtype=np.int64) if isinstance(r, range) else np.array(r, np.int64)
+        column = np.arange(r.start, r.stop, r.step, dtype=np.int64) if isinstance(r, range) else np.asarray(r, np.int64)
         counter[axis] = (column.astype(np.uint64) & LOW_WORD).reshape(-1, *[1] * axis)
     keys = np.frombuffer(key, np.uint64).reshape(*batch, 2) + ADDED.reshape(ROUNDS, *[1] * len(batch), 2)
     keys = np.moveaxis(keys & LOW_WORD, -1, 1).reshape(ROUNDS, 2, *batch, *[1] * dims)
@@ -90,17 +94,8 @@ def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int]) -> Any:
     for words in keys:
         product = even * factors
         even, odd = (product >> WORD_BITS)[::-1] ^ odd ^ words, (product & LOW_WORD)[::-1]
-    made = np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
-    made.flags.writeable = False  # the next who asks gets the same array
-    return made
+    return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
 
 
-class FewNumbers(NamedTuple):
-    """What `dtgpt.ops.random.philox.few_numbers` returns."""
-
-    words: Callable[..., Any] = block_words
-    keep_mask: Callable[..., Tensor | None] = keep_mask
-    attention_mask: Callable[..., Tensor | None] = attention_mask
-
-
-FEW_NUMBERS = FewNumbers()
+# What `dtgpt.ops.random.philox.few_numbers` returns.
+FEW_NUMBERS = SimpleNamespace(words=block_words, keep_mask=keep_mask, attention_mask=attention_mask)

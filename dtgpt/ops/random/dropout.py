@@ -39,6 +39,7 @@ Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first 
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
 # Of attention's probabilities:
 GROUP = 64  # columns whose decisions make a word of int64
+EVALUATIONS = 4  # of Philox, for a group of one row
 HALF = 32
 SHARING = 128  # rows this far apart have their low digits in common
 LOW_DIGITS = 8
@@ -111,8 +112,8 @@ def keep_words(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor:
 
 def _digits(key: Tensor, leading: Sequence[range | Tensor], groups: range) -> Tensor:
     """Return the words of the four evaluations of each group: int64 `[*key batch, *leading, groups, 4, 4]`."""
-    words = block_words(key, leading, range(4 * groups.start, 4 * groups.stop))
-    return torch.stack(words, dim=-1).unflatten(-2, (len(groups), 4))
+    words = block_words(key, leading, range(EVALUATIONS * groups.start, EVALUATIONS * groups.stop))
+    return torch.stack(words, dim=-1).unflatten(-2, (len(groups), EVALUATIONS))
 
 
 def unpack_words(words: Tensor, columns: range) -> Tensor:
