@@ -30,12 +30,14 @@ def place_of(row: Row) -> tuple[int, str, str, str]:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows, of each name the last, in the order of their first ones."""
+    """Return the rows, of each name the last, in the order of their first ones. A script that ended at another commit
+    leaves none of its former rows: some of their names may be no more."""
     found: dict[tuple, Row] = {}
     for row in rows:
         if not row.get("tiny"):
             found[place_of(row)] = row
-    return list(found.values())
+    ended = {place_of(row)[:3]: row["commit"] for row in found.values() if row.get("done")}
+    return [row for place, row in found.items() if ended.get(place[:3]) in (None, row.get("commit"))]
 
 
 def shown(value: float | str, unit: str) -> str:

@@ -8,7 +8,7 @@ fine-tune  python recipes/gemma3_1b.py --init_from gemma-3-1b-pt --data.path tok
            --global_batch_size 16
 short run  python recipes/gemma3_1b.py --steps 50 --optimizer.warmup 5 --log.interval 5 --global_batch_size 8
 expect     the full run was not tried
-measured   77,759 tokens/s on one H200 with 2 samples a pass, MFU 50.8 % (docs/benchmarks.md)
+measured   76,323 tokens/s on one H200 with 2 samples a pass, MFU 49.9 % (docs/benchmarks.md)
 
 Samples of 4096 tokens. Batch and learning rates of Gemma 3 (Gemma Team 2025) are not published; those here are of
 TinyLlama 1.1B (Zhang et al. 2024), with half of its batch. docs/models.md tells what the model has.

@@ -8,7 +8,7 @@ fine-tune  torchrun --nproc-per-node 8 recipes/olmoe_1b_7b.py --plan zero3 --ini
            --steps 1000 --global_batch_size 64
 short run  ... --steps 20 --optimizer.warmup 2 --global_batch_size 8
 expect     the full run was not tried
-measured   53,562 tokens/s on one H200 with 8 micro-batches of 2, --recompute around_attention --recompute_blocks 4,
+measured   53,571 tokens/s on one H200 with 8 micro-batches of 2, --recompute around_attention --recompute_blocks 4,
            132.1 GiB (docs/benchmarks.md)
 
 Batch and learning rates are those of the paper, 4 M tokens a step; docs/moe.md tells what the model has.

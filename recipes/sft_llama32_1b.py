@@ -6,7 +6,7 @@ plan       dtgpt plan recipes/sft_llama32_1b.py --gpu H100
 command    python recipes/sft_llama32_1b.py --init_from Llama-3.2-1B-Instruct --data.path mine_chat_document
 expect     chats packed into samples of 4096 tokens, the loss on answers alone, and at every evaluation three held-out
            chats with the model's answers in samples/. The full run was not tried.
-measured   70,186 tokens/s and 42.94 GiB on one H200 for the same step with 4 samples a pass (docs/benchmarks.md)
+measured   69,111 tokens/s and 42.94 GiB on one H200 for the same step with 4 samples a pass (docs/benchmarks.md)
 then       dtgpt chat runs/sft_llama32_1b-001
 
 The number of steps is for some 50,000 chats: two to three epochs. Schedule and warmup are those of Tulu 3 (Lambert et

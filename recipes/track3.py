@@ -4,7 +4,7 @@ hardware   one GPU of 40 GB or more; on a smaller one, lower --micro_batch_size 
 command    python recipes/track3.py --data.path 'fineweb_train_*.bin' --data.valid_path 'fineweb_val_*.bin'
 compare    python benchmarks/against_track3.py --theirs train_gpt_simple.py --steps 60
 expect     records with Muon reach a validation loss of 3.28 after 3,250 steps (docs/optimizers.md); not tried here
-measured   587,924 tokens/s on one H200; its own script 468,200 (docs/benchmarks.md)
+measured   580,903 tokens/s on one H200; its own script 493,608 (docs/benchmarks.md)
 """
 
 from dtgpt.cli import run_recipe

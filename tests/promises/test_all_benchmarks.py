@@ -219,6 +219,26 @@ def test_every_figure_of_a_table_is_of_a_script_that_is_run():
             assert script in scripts[int(gpus or 1)], named
 
 
+def test_every_row_of_a_table_finds_its_figures_where_its_script_was_measured():
+    """A name that a script does not print any more would take a row off a page without a word."""
+    from figure_tables import TABLES, Figures
+    from figures import PUBLISHED, read_rows
+
+    specs, published = tomllib.loads(TABLES.read_text()), read_rows(PUBLISHED)
+    figures = Figures(published)
+    ended = {(row["gpus"], row["part"], row["script"]) for row in published if row.get("done")}
+    rows = [
+        (source, text.replace("$", each))
+        for spec in specs["table"].values()
+        for each in spec.get("over", [""])
+        for source, text in spec["rows"]
+    ]
+    for source, text in [*rows, *(row for own in specs["recipe"].values() for row in own)]:
+        gpus, _, place = source.rpartition("@")
+        if (int(gpus or 1), *place.split("/", 1)) in ended:
+            assert figures.filled(text, source) is not None, f"{source}: {text}"
+
+
 def row(script: str, name: str, commit: str, **figures) -> dict:
     return {
         "part": "nanogpt", "script": script, "name": f"{script}: {name}", "figures": figures, "commit": commit,
@@ -273,6 +293,10 @@ def test_rows_of_another_machine_replace_older_ones(tmp_path, monkeypatch):
         ("345m: nanoGPT", "old"),
         ("345m", "new"),
     ]
+    new.write_text(json.dumps({**failed, "failed": None, "done": True}) + "\n")  # it ended, and printed no nanoGPT
+    assert figure_tables.write_all(published, [new]) == 0
+    kept = [json.loads(line) for line in published.read_text().splitlines()]
+    assert [each["name"] for each in kept] == ["345m: dtgpt", "345m"]
 
 
 def test_chosen_cases_of_operations(monkeypatch):
