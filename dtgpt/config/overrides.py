@@ -34,7 +34,7 @@ Options = dict[str, list[str]]  # the words of each option that was given; ["on"
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
     """Yield (dotted name, type, description, value) of every field that is not itself a config. For a class of configs
     the values are its defaults, or REQUIRED."""
-    for field, type_, extras in annotations(config):
+    for field, type_, extras in annotations(config if isinstance(config, type) else type(config)):
         name = prefix + field
         value = getattr(config, field, type_ if is_dataclass(type_) else REQUIRED)
         if is_dataclass(value):

@@ -5,11 +5,12 @@ of commands and shapes of models are such dataclasses, and every value of a user
 used. What several values may not be together is in `rules` of the dataclass (`dtgpt.util.rules`).
 """
 
+import functools
 import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -90,7 +91,7 @@ def check_annotations(config: Any, prefix: str = "") -> None:
     A type is one of KINDS, a Literal, a dataclass, whose fields are checked too, or a union of these; fields of other
     types are skipped. True and False are not numbers.
     """
-    for name, hint, extras in annotations(config):
+    for name, hint, extras in annotations(config.__class__):
         value, full_name = getattr(config, name), prefix + name
         if wanted := misfit(value, hint):
             raise UserError(f"{full_name}={shown(value)} is not valid; use {wanted}")
@@ -113,14 +114,17 @@ def check_value(name: str, value: Any, rule: Bounds | Pattern) -> None:
             raise UserError(f"{name}={shown(each)} {problem}")
 
 
-def annotations(config: Any) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield (name, type, what else its annotation says) of every field of a dataclass, or of its class: the help text,
-    if it is an option, then bounds and patterns."""
-    hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
-    for field in fields(config):
-        hint = hints[field.name]
-        hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        yield field.name, hint, extras
+@functools.cache  # Python evaluates all annotations of a class each time that it is asked
+def annotations(kind: type) -> tuple[tuple[str, Any, list[Any]], ...]:
+    """Return (name, type, what else its annotation says) of every field of a class of dataclasses: the help text, if it
+    is an option, then bounds and patterns."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((field.name, *_parts_of(hints[field.name])) for field in fields(kind))
+
+
+def _parts_of(hint: Any) -> tuple[Any, list[Any]]:
+    hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return hint, extras
 
 
 def misfit(value: Any, hint: Any) -> str | None:

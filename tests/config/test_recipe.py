@@ -197,7 +197,7 @@ def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
 
 def bounded(config, prefix=""):
     """Yield the dotted name and the bounds of every field that has some."""
-    for name, hint, rules in annotations(config):
+    for name, hint, rules in annotations(type(config)):
         yield from ((prefix + name, rule) for rule in rules if isinstance(rule, Bounds))
         if is_dataclass(hint):
             yield from bounded(getattr(config, name), f"{prefix}{name}.")

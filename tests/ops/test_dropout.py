@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import Dropout
-from dtgpt.ops.random.dropout import LEVELS, dropout, keep_mask, threshold
+from dtgpt.ops.random.dropout import LEVELS, attention_dropout, dropout, keep_mask, threshold
 from dtgpt.ops.random.philox import bits, fold, root_key
 
 KEYS = fold(root_key(3), "dropout", torch.arange(6))
@@ -64,6 +64,21 @@ def test_backward_uses_the_same_mask():
     y = dropout(x, KEYS, 0.5)
     y.sum().backward()
     assert torch.equal(x.grad, dropout(torch.ones_like(x), KEYS, 0.5))
+
+
+@pytest.mark.parametrize("of", [dropout, attention_dropout])
+def test_without_the_layers_around_an_operation_it_is_that_operation(of):
+    """On a CPU, `dropout` goes past `dtgpt::dropout`, also in the gradient and in that of the gradient."""
+    found = []
+    for call in (of, lambda *inputs: torch.ops.dtgpt.dropout(*inputs, 0.4, [0, 0], of is attention_dropout)):
+        x = torch.arange(6 * 9 * 40.0).reshape(6, 9, 40).requires_grad_()
+        y = call(x, KEYS, 0.4) if call is of else call(x, KEYS)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        found.append((y, grad, second))
+    assert found[0][0].grad_fn.name() != found[1][0].grad_fn.name()  # two ways indeed
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_no_key_or_no_probability_is_the_identity():

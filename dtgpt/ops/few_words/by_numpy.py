@@ -1,4 +1,5 @@
-"""Philox by NumPy: the words of `dtgpt.ops.random.philox` and masks of `dropout`, bit for bit, of few evaluations."""
+"""Random numbers on a CPU without delay: Philox by NumPy, the words of `dtgpt.ops.random.philox` and masks of `dropout`
+bit for bit, for few evaluations; and dropout itself."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.ops.random.dropout import EVALUATIONS, GROUP, HALF, LANES, LOW_DIGITS, SHARED_ROWS, SHARING, bit_of_lane
+from dtgpt.ops.random.dropout import (
+    DROPOUT,
+    EVALUATIONS,
+    GROUP,
+    HALF,
+    LANES,
+    LOW_DIGITS,
+    SHARED_ROWS,
+    SHARING,
+    bit_of_lane,
+)
 from dtgpt.ops.random.philox import FEW, MASK, MULTIPLIERS, ROUNDS, WEYL, covering_blocks
 
 # On a CPU, torch takes longer to start an operation than to compute few words. NumPy starts sooner, and both
@@ -97,5 +108,22 @@ def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int] | Tensor) ->
     return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
 
 
+class _Dropout(torch.autograd.Function):
+    """The operation `dtgpt::dropout` without PyTorch's layers around an operation, which take twice its own time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, *settings: Any) -> Tensor:
+        ctx.save_for_backward(key)
+        ctx.settings = settings
+        return DROPOUT(x, key, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (key,) = ctx.saved_tensors
+        return DROPOUT(grad, key, *ctx.settings), None, None, None, None
+
+
 # What `dtgpt.ops.random.philox.few_numbers` returns.
-FEW_NUMBERS = SimpleNamespace(words=block_words, keep_mask=keep_mask, attention_mask=attention_mask)
+FEW_NUMBERS = SimpleNamespace(
+    words=block_words, keep_mask=keep_mask, attention_mask=attention_mask, dropout=_Dropout.apply
+)

@@ -160,6 +160,8 @@ def _dropped(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None, atte
     if p == 0:
         return x
     first = [0] * (x.dim() - key.dim() + 1) if start is None else list(start)
+    if type(x) is Tensor and x.is_cpu and (few := few_numbers(key)):
+        return few.dropout(x, key, p, first, attention)
     if torch.compiler.is_compiling() and (x.is_cpu or not _is_served(x, key, p, first, attention)):
         # Inductor fuses plain torch with its neighbours. Its partitioner would save the mask instead of drawing it
         # again; checkpoint forbids that, and saves the key alone, since the gradient does not need x.

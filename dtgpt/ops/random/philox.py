@@ -129,7 +129,7 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
 
 def few_numbers(key: Tensor) -> Any:
     """Return what makes few numbers sooner than torch does, where the host may read the key and a capability has it:
-    functions like `block_words`, `keep_mask` and `attention_mask`, which return None for many."""
+    functions like `block_words`, `keep_mask` and `attention_mask`, which return None for many, and `dropout`."""
     return _maker_of_few() if _is_plain(key) else None
 
 

@@ -1,5 +1,6 @@
 """What is installed here: versions of packages, the source revision, and all that one needs to run the same again."""
 
+import functools
 import os
 import platform
 import socket
@@ -30,6 +31,7 @@ PACKAGES = (
 )
 
 
+@functools.cache  # 5 ms, asked for by each save
 def package_versions() -> dict[str, str]:
     """Return the version of each of `PACKAGES` that is installed."""
     versions = {}
@@ -66,6 +68,7 @@ def describe_versions() -> str:
     return ", ".join(parts)
 
 
+@functools.cache
 def git_revision() -> str | None:
     """Return the revision of the checkout that dtgpt runs from, "-dirty" where files differ; None outside of one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
