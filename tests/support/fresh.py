@@ -14,8 +14,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SERVER = """
-import json, os, runpy, sys
+import json, os, runpy, subprocess, sys
 import numpy, torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel
+
+SPARE = []  # processes of `--nproc`, forked before anything of dtgpt is loaded, each with the pipe for its words
+
+class Popen(subprocess.Popen):
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        if not SPARE or args[0] != sys.executable:
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
+        self._child_created = True
+        self.pid, pipe = SPARE.pop(0)
+        os.write(pipe, json.dumps([args[1:], env]).encode())
+        os.close(pipe)
+
+def keep_spare(count):
+    for _ in range(count):
+        read, write = os.pipe()
+        process = os.fork()
+        if not process:
+            for pipe in (write, *(pipe for _, pipe in SPARE)):
+                os.close(pipe)
+            SPARE.clear()
+            given = os.fdopen(read).read()
+            return json.loads(given) if given else os._exit(0)
+        os.close(read)
+        SPARE.append((process, write))
+    subprocess.Popen = Popen
 
 def begin(words, folder, environment, out, err):
     os.environ.clear()
@@ -23,6 +48,11 @@ def begin(words, folder, environment, out, err):
     for path, number in (os.devnull, 0), (out, 1), (err, 2):
         os.dup2(os.open(path, os.O_RDWR), number)
     os.chdir(folder)
+    given = keep_spare(int(words[words.index("--nproc") + 1])) if "--nproc" in words else None
+    if given:
+        words, environment = given
+        os.environ.clear()
+        os.environ.update(environment)
     first, *rest = words
     sys.path[:0] = ["" if first == "-c" else os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(":"))]
     if first == "-m":
