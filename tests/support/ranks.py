@@ -22,7 +22,7 @@ PRELOADED = [
     *IMPORTS, "torch.distributed.run", "torch.distributed.tensor.experimental", "einops", "safetensors.torch",
     "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn", "matplotlib.pyplot",
     "dtgpt.cli", "dtgpt.train.loop", "dtgpt.serve.server", "dtgpt.evaluation.harness", "tests.support.kept_shapes",
-    "tests.support.imported",
+    "tests.support.kept_weights", "pytest", "tests.support.imported",
 ]  # fmt: skip
 
 
