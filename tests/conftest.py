@@ -23,7 +23,7 @@ from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from tests.support import changed, covered_lines, cpu_seconds, kept_weights, recorded_map, refusals  # noqa: F401
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
-from tests.support.pictures import no_pictures
+from tests.support.pictures import no_pictures, pictures
 
 gc.disable()  # until all is collected, see tests/support/imported.py
 # Every run tries the same examples; a test states what else differs from hypothesis' defaults.
@@ -139,10 +139,17 @@ def fresh_compiler():
         torch.compiler.reset()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def without_pictures():
+    """Runs draw none, those of fixtures that tests share neither."""
+    with no_pictures():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def pictures(request):
-    """Runs of a test without the mark `picture` draw none."""
-    with nullcontext() if request.node.get_closest_marker("picture") else no_pictures():
+def with_pictures(request, without_pictures):
+    """Runs of a test with the mark `picture` draw."""
+    with pictures() if request.node.get_closest_marker("picture") else nullcontext():
         yield
 
 

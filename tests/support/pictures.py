@@ -3,10 +3,13 @@
 Tests of the picture itself are marked `picture`; real processes, which do not come from here, draw as well.
 """
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+PLACE = "dtgpt.charts.observers.plot_runs"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -15,10 +18,22 @@ def write_signature(runs: list[Path], output: Path) -> None:
     output.write_bytes(SIGNATURE)
 
 
+@functools.cache
+def what_draws() -> Any:
+    """Return the function that draws, as it was before the first `no_pictures`; None where nothing draws, since charts
+    are deleted (tests/support/deleted.py)."""
+    try:
+        from dtgpt.charts.observers import plot_runs
+    except ImportError:
+        return None
+    return plot_runs
+
+
 def no_pictures() -> AbstractContextManager:
     """Return a context in which runs leave a file in place of their picture."""
-    try:
-        import dtgpt.charts.observers  # noqa: F401
-    except ImportError:  # deleted, see tests/support/deleted.py: nothing draws
-        return nullcontext()
-    return mock.patch("dtgpt.charts.observers.plot_runs", write_signature)
+    return mock.patch(PLACE, write_signature) if what_draws() else nullcontext()
+
+
+def pictures() -> AbstractContextManager:
+    """Return a context in which runs draw although `no_pictures` is in effect."""
+    return mock.patch(PLACE, what_draws())
