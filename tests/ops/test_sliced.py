@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 
@@ -12,13 +13,20 @@ from dtgpt.ops.random.philox import bits, fold, root_key
 KEYS = fold(root_key(3), "dropout", torch.arange(6))
 
 
-def numbers(key, head, row, column):
+@functools.cache
+def words_of(head, row, group):
+    """The words that 64 columns share with other rows, and their own."""
+    shared = bits(KEYS[0], (range(head, head + 1), range(2**31 + row % 128, 2**31 + row % 128 + 1), 16 * group + 8))
+    own = bits(KEYS[0], (range(head, head + 1), range(row, row + 1), 16 * group + 16))
+    return shared[0, 0, -8:].tolist(), own[0, 0, 16 * group :].tolist()
+
+
+def numbers(head, row, column):
     """The 16 digits of an element, from its definition."""
     group, half, lane = column // 64, column % 64 // 32, column % 32
     bit = lane % 2 * 16 + lane // 8 % 2 * 8 + lane // 16 * 4 + lane % 8 // 2
-    shared = bits(key, (range(head, head + 1), range(2**31 + row % 128, 2**31 + row % 128 + 1), 16 * group + 8))
-    own = bits(key, (range(head, head + 1), range(row, row + 1), 16 * group + 16))
-    words = shared[0, 0, -8:].tolist() + own[0, 0, 16 * group :][8 * half : 8 * half + 8].tolist()
+    shared, own = words_of(head, row, group)
+    words = shared + own[8 * half : 8 * half + 8]
     return sum((word >> bit & 1) << digit for digit, word in enumerate(words))
 
 
@@ -26,7 +34,7 @@ def numbers(key, head, row, column):
 def test_a_decision_compares_the_documented_digits(p):
     mask = attention_mask(KEYS[0], [range(3, 5), range(120, 140), range(50, 200)], p)
     for head, row, column in itertools.product((3, 4), (120, 127, 128, 139), range(50, 200, 3)):
-        kept = numbers(KEYS[0], head, row, column) >= threshold(p)
+        kept = numbers(head, row, column) >= threshold(p)
         assert bool(mask[head - 3, row - 120, column - 50]) == kept
 
 
