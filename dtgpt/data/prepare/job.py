@@ -22,7 +22,7 @@ from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, tot
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
-from dtgpt.data.text import Broken
+from dtgpt.data.text import BLOCK, Broken
 from dtgpt.data.tokenizers.open import open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util import seams
@@ -146,7 +146,7 @@ def prepare(config: PrepareConfig) -> Summary:
         else:
             encoder, blocks = messages.quicken(encoder, blocks, size)
         summary.fast = encoder.fast is not None
-        workers = config.workers or most_workers(size if summary.fast and messages is None else None)
+        workers = config.workers or most_workers(size, SHARE if summary.fast and messages is None else BLOCK)
         encoded = stack.enter_context(ordered_map(encoder, workers))
         progress = Progress(size, config.log_interval)
         stack.callback(progress.clear)
@@ -267,10 +267,10 @@ def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
     return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, config.encode_special)
 
 
-def most_workers(size: int | None) -> int:
-    """Return the number of cores; less where fastokens encodes inputs of `size` bytes, before other workers start."""
+def most_workers(size: int | None, share: int) -> int:
+    """Return the number of cores; less for inputs of `size` bytes, of which `share` are encoded before others start."""
     cores = usable_cores()
-    return cores if size is None else min(cores, 1 + size // SHARE)
+    return cores if size is None else min(cores, 1 + size // share)
 
 
 def _check_any(summary: Summary, sources: list[InputFile], first: Broken | None) -> None:

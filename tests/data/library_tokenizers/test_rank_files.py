@@ -145,6 +145,7 @@ def test_prepare_takes_these_tokenizers(tmp_path, capsys, kind):
     assert code == 0, err
     known = open_tokenizer(str(given))
     assert (known.encode("")[:1] == []) == (kind == "file")
+    assert pickle.loads(pickle.dumps(known)).encode("the quick 12345") == known.encode("the quick 12345")  # for workers
     ids = (tmp_path / "out_text_document.bin").read_bytes()
     written = [int.from_bytes(ids[i : i + 2], "little") for i in range(0, len(ids), 2)]
     assert written[-1] == known.end_of_text and written[:-1] in (

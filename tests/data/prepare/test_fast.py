@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from dtgpt.data.library_tokenizers.files import open_path
-from dtgpt.data.prepare import documents, encode, fast
+from dtgpt.data.prepare import documents, encode, fast, job
 from dtgpt.data.prepare.documents import Unreadable, json_document
-from dtgpt.data.prepare.job import most_workers
+from dtgpt.data.prepare.job import SHARE, most_workers
+from dtgpt.data.prepare.pool import ordered_map
+from dtgpt.data.text import BLOCK
 from dtgpt.data.tokenizers.open import open_tokenizer
 from tests.support.prepared import run
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, normalized, rank_file, tokenizer_json
@@ -178,7 +180,19 @@ def test_the_package_is_recommended_for_large_inputs_alone(tmp_path, monkeypatch
 
 def test_as_many_workers_start_as_have_enough_to_do(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8), raising=False)
-    assert [most_workers(size) for size in (None, 0, 1 << 26, 1 << 27, 1 << 29, 1 << 40)] == [8, 1, 1, 2, 5, 8]
+    sizes = None, 0, 1 << 26, 1 << 27, 1 << 29, 1 << 40
+    assert [most_workers(size, SHARE) for size in sizes] == [8, 1, 1, 2, 5, 8]
+    assert [most_workers(size, BLOCK) for size in (None, 0, BLOCK - 1, BLOCK, 1 << 26)] == [8, 1, 1, 2, 8]
+
+
+@pytest.mark.parametrize("size, started", [(1 << 10, 1), (3 << 20, 4)])
+def test_a_small_input_is_encoded_without_other_processes(tmp_path, monkeypatch, size, started):
+    """By the library that defines the ids, where nobody asks for a number."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8), raising=False)
+    asked = []
+    monkeypatch.setattr(job, "ordered_map", lambda encoder, workers: asked.append(workers) or ordered_map(encoder, 1))
+    run(tmp_path, [{"text": "a" * size}], workers=0)
+    assert asked == [started]
 
 
 LINES = (
