@@ -225,6 +225,14 @@ def test_pairs_with_an_answer_that_does_not_count_are_left_out(tmp_path):
     assert "1 in which nothing counts left out" in str(summary)
 
 
+def test_the_process_that_checks_a_template_renders_the_chats(tmp_path, monkeypatch):
+    started, start = [], Renderer._start
+    monkeypatch.setattr(Renderer, "_start", lambda renderer: started.append(renderer) or start(renderer))
+    run(tmp_path, [{"messages": [user(), answer()]}], CHATML)
+    (renderer,) = started
+    assert renderer.template.source == CHATML and renderer._process is not None
+
+
 def test_null_is_absent_as_in_a_column_of_a_table(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow

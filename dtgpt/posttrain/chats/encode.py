@@ -1,6 +1,7 @@
 """Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -50,6 +51,10 @@ class ChatEncoder:
     names: ChatKeys = field(default_factory=ChatKeys)
     key: str = KEY
     fast: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the process that renders chats: a worker starts its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("_renderer", "_fields")}
 
     def close(self) -> None:
         """End the process that renders chats."""
@@ -137,13 +142,11 @@ class Chats(MessageFormat):
             vocabulary,
             "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template",
         )
-        try:
+        with suppress(ChatError):  # other chats may go with the template
             encode_spans(vocabulary, renderer.render(PROBE).text, [])
-        except ChatError:
-            pass  # other chats may go with the template
-        finally:
-            renderer.close()
-        return self.kind(vocabulary, dtype_of(vocabulary), config.chat_loss, read_keys(config.chat_keys))
+        encoder = self.kind(vocabulary, dtype_of(vocabulary), config.chat_loss, read_keys(config.chat_keys))
+        vars(encoder)["_renderer"] = renderer  # whose process goes on with the chats, where no other one encodes them
+        return encoder
 
 
 CHATS = Chats()
