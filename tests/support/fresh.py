@@ -63,6 +63,8 @@ def begin(words, folder, environment, out, err):
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
 
 sys.path[:] = [path for path in sys.path if path not in ("", ROOT)]
+# Of an editable install, which would find what is deleted from a copy.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
 for line in sys.stdin:
     child = os.fork()
     if not child:
