@@ -53,8 +53,7 @@ def messages(recipes: list[Recipe]) -> list[dict[str, int]]:
     found = []
     for recipe in recipes:
         with open_trainer(recipe) as training:
-            if training.settings.plan.zero:  # an update may leave weights gathered, and nothing else that is sent
-                training.train_step()
+            training.train_step()
             with Messages() as seen:
                 training.gradients()
         found.append(seen.counts)
