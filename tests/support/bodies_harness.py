@@ -13,8 +13,8 @@ from dtgpt.evaluation.harness_command import command
 
 
 def lm_eval_command(model: str, tasks: str, names: list[str], output: str, words: list[str]) -> int:
-    """The exit code of `dtgpt lm-eval` on this rank. The harness reads its own 13,000 tasks for seconds, and asks pip for
-    all packages, which is left out. A rank of a test may not start processes, which draw the bootstrap samples
+    """The exit code of `dtgpt lm-eval` on this rank. The harness reads its own 13,000 tasks for seconds, and asks pip
+    for all packages, which is left out. A rank of a test may not start processes, which draw the bootstrap samples
     otherwise."""
     without = partial(lm_eval.tasks.TaskManager, include_defaults=False)
     given = ["--tasks", ",".join(names), "--include_path", tasks, "--output_path", output, "--log_samples"]
