@@ -43,6 +43,23 @@ MADE = built()
 
 def made():
     return MADE
+
+
+def half():
+    return 0.5
+
+
+def quarter():
+    return half() / 2
+
+
+@cache
+def kept():
+    return quarter()
+
+
+def asks():
+    return kept()
 ''',
     "dtgpt/user.py": "from dtgpt.sums import TABLE as OTHER, add\n\n\ndef look():\n    return OTHER['limit']\n",
     "dtgpt/again.py": """from dtgpt.user import look
@@ -82,6 +99,9 @@ USED = {
     "dtgpt/sums.py:Counter.count": {"tests/test_sums.py::test_count"},
     "dtgpt/sums.py:built": {"import dtgpt/sums.py"},
     "dtgpt/sums.py:made": {"tests/test_sums.py::test_made"},
+    # by the first of two tests in a process, since the result is kept
+    **{f"dtgpt/sums.py:{name}": {"tests/test_sums.py::test_first"} for name in ("half", "quarter", "kept")},
+    "dtgpt/sums.py:asks": {"tests/test_sums.py::test_first", "tests/test_sums.py::test_later"},
     "dtgpt/user.py:look": {"tests/test_user.py::test_look"},
     "dtgpt/again.py:again": {"tests/test_user.py::test_again"},
     "dtgpt/fast/launch.py:launch": {"tests/test_fast.py::test_launch"},
@@ -93,6 +113,7 @@ USED = {
     "unseen": {"tests/test_user.py::test_program"},
 }
 WALK = "test_walk"
+ALL = {"test_add", "test_limit", "test_count", "test_made", "test_first", "test_later"}  # of tests/test_sums.py
 
 
 def git(folder: Path, *words: str) -> str:
@@ -145,6 +166,9 @@ def chosen(tree: Path, record: Record) -> set[str]:
         ("dtgpt/sums.py", "    def count", "    def __len__(self):\n        return 1\n\n    def count", {"test_count"}),
         # a function that ran when the module was imported, whoever imported it first
         ("dtgpt/sums.py", "return 1\n\n\nMADE", "return 2\n\n\nMADE", {"test_made"}),
+        # functions with a cache, and what these call
+        ("dtgpt/sums.py", "return quarter()", "return 1", {"test_first", "test_later"}),
+        ("dtgpt/sums.py", "return 0.5", "return 0.6", {"test_first", "test_later"}),
         ("dtgpt/fast/kernel.py", "x * 2", "x + x", {"test_launch"}),
         ("dtgpt/fast/sums.cu", "sums()", "sums(int n)", {"test_launch"}),
         # an attribute, which other files look up: also the quick tests of the folder
@@ -153,9 +177,9 @@ def chosen(tree: Path, record: Record) -> set[str]:
         ("tests/support/bodies.py", "return LIMIT", "return LIMIT + 1", {"test_launch"}),
         ("tests/support/bodies.py", "LIMIT = 1", "LIMIT = 2", {"test_launch"}),
         # read when the file of tests was imported
-        ("page.md", "me", "it", {"test_add", "test_limit", "test_count", "test_made"}),
+        ("page.md", "me", "it", ALL),
         ("recipes/tiny.py", "STEPS = 3", "STEPS = 4", {"test_recipe"}),
-        ("tests/test_sums.py", "RIGHT = 2", "RIGHT = 1 + 1", {"test_add", "test_limit", "test_count", "test_made"}),
+        ("tests/test_sums.py", "RIGHT = 2", "RIGHT = 1 + 1", ALL),
     ],
 )
 def test_what_executed_a_changed_function_or_uses_a_changed_name_is_chosen(tree, record, file, old, new, tests):

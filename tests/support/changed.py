@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ class Selection:
         while waiting:
             path, name = waiting.pop()
             self._add(f"{self._then.get(path, path)}:{name}", reason)
+            for holder, kept in self._cached(path, name):
+                self._name(holder, kept)
             users = {user for user, used in self._later.items() if name.rpartition(".")[2] in used} - seen
             if users and path.startswith("tests/"):  # for those that do not import it, this is another of that name
                 importers = self.graph.reached_from({path})
@@ -114,6 +117,23 @@ class Selection:
                     self.choice.files.setdefault(path, reason)
             seen |= users
             waiting += users
+
+    def _cached(self, path: str, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the functions with a cache that are this one or use it, directly or by other functions of its file: the
+        first test of a process that asks for their result executes it, and no later one."""
+        source = self.graph.source(path)
+        if name in source.cached:
+            yield path, name
+        waiting = [name.rpartition(".")[2]]
+        seen = {*waiting}
+        while waiting:
+            used = waiting.pop()
+            for holder, local in self.graph.users_of(path, used):
+                other = self.graph.source(holder)
+                yield from ((holder, each) for each in other.cached if local in other.used[each])
+            callers = {user.rpartition(".")[2] for user, names in source.used.items() if used in names} - seen
+            seen |= callers
+            waiting += callers
 
     def _changed_later(self) -> dict[tuple[str, str], set[str]]:
         """Return what the functions use that have changed between the record and the commit of the comparison."""

@@ -3,8 +3,8 @@
 Weights are a function of a key and of indices, and most runs of tests share both. Draws of more elements are made anew.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from dtgpt.models import decoder
+from dtgpt.ops.random.philox import normal
 
 ELEMENTS = 1 << 14  # of float64: 128 KiB
 KEPT = 128
 
 
-def keep(normal: Callable[[Tensor, Sequence[range]], Tensor]) -> Callable[[Tensor, Sequence[range]], Tensor]:
-    @lru_cache(KEPT)
-    def kept(key: bytes, part: tuple[range, ...]) -> Any:  # of its own memory: tests count that of tensors
-        return normal(torch.frombuffer(bytearray(key), dtype=torch.int64), part).numpy().copy()
-
-    @wraps(normal)
-    def draw(key: Tensor, part: Sequence[range]) -> Tensor:
-        if type(key) is not Tensor or not key.is_cpu or prod(map(len, part)) > ELEMENTS:
-            return normal(key, part)
-        return torch.from_numpy(kept(key.numpy().tobytes(), tuple(part)))
-
-    return draw
+@lru_cache(KEPT)
+def kept_normal(key: bytes, part: tuple[range, ...]) -> Any:
+    """Return what `normal` does as an array with memory of its own: tests count the memory of all tensors."""
+    return normal(torch.frombuffer(bytearray(key), dtype=torch.int64), part).numpy().copy()
 
 
-decoder.normal = keep(decoder.normal)
+def draw(key: Tensor, part: Sequence[range]) -> Tensor:
+    """Stand in for `normal` where weights are filled."""
+    if type(key) is not Tensor or not key.is_cpu or prod(map(len, part)) > ELEMENTS:
+        return normal(key, part)
+    return torch.from_numpy(kept_normal(key.numpy().tobytes(), tuple(part)))
+
+
+decoder.normal = draw

@@ -6,12 +6,14 @@ comments and layout are no change. Docstrings of classes and modules are part of
 """
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 COMPOUND = ast.If | ast.Try | ast.With | ast.For | ast.While
 EFFECT = "*"  # the name of statements that bind none
+CACHE = re.compile(r"\b(lru_)?cache\b")
 
 
 @dataclass
@@ -29,6 +31,9 @@ class Source:
     )  # those of `modules` that are imported as such: their names are attributes
     called: set[str] = field(default_factory=set)  # names whose statements call something
     kernels: set[str] = field(default_factory=set)  # functions that a compiler reads and Python does not execute
+    cached: set[str] = field(
+        default_factory=set
+    )  # functions that are executed once in a process for the same arguments
 
 
 def read_source(text: str, package: str = "") -> Source:
@@ -66,6 +71,8 @@ def _add_statements(source: Source, body: Iterable[ast.stmt], prefix: str, condi
             decorators: list[ast.AST] = [*node.decorator_list]
             if any("jit" in ast.unparse(decorator) for decorator in decorators):
                 source.kernels.add(name)
+            if any(CACHE.search(ast.unparse(decorator)) for decorator in decorators):
+                source.cached.add(name)
             decorators += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
             if prefix:
                 _bind(source, owner, node.name + condition, [])  # the class has this method
