@@ -109,7 +109,7 @@ def _words(batch: tuple[int, ...], key: bytes, *axes: Sequence[int] | Tensor) ->
 
 
 class _Dropout(torch.autograd.Function):
-    """The operation `dtgpt::dropout` without PyTorch's layers around an operation, which take twice its own time."""
+    """The operation `dtgpt::dropout` without PyTorch's layers around an operation, which take longer than it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, *settings: Any) -> Tensor:
