@@ -95,12 +95,16 @@ class Figures:
         return ", ".join(dict.fromkeys(row["commit"] for row in rows))
 
 
+def rows_of(spec: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (script, text) of each row of a table, those that a row stands for each with its name."""
+    return [(source, text.replace("$", each)) for each in spec.get("over", [""]) for source, text in spec["rows"]]
+
+
 def table(figures: Figures, spec: dict[str, Any]) -> str:
     """Return a table with the commits of its rows, what is not like for like, and the commands."""
     head = [*(cell.strip() for cell in spec["head"].split("|")), "commit"]
     lines, used = [], []
-    rows = [(source, text.replace("$", each)) for each in spec.get("over", [""]) for source, text in spec["rows"]]
-    for source, text in rows:
+    for source, text in rows_of(spec):
         figures.used = []
         line = figures.filled(text, source)
         if line is not None:

@@ -18,10 +18,11 @@ import hypothesis
 import pytest
 import torch
 
+import tests.support.kept_weights  # noqa: F401
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from tests.support import changed, covered_lines, cpu_seconds, kept_weights, recorded_map, refusals  # noqa: F401
+from tests.support import changed, covered_lines, cpu_seconds, recorded_map, refusals
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures, pictures
 

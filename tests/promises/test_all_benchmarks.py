@@ -221,18 +221,13 @@ def test_every_figure_of_a_table_is_of_a_script_that_is_run():
 
 def test_every_row_of_a_table_finds_its_figures_where_its_script_was_measured():
     """A name that a script does not print any more would take a row off a page without a word."""
-    from figure_tables import TABLES, Figures
+    from figure_tables import TABLES, Figures, rows_of
     from figures import PUBLISHED, read_rows
 
     specs, published = tomllib.loads(TABLES.read_text()), read_rows(PUBLISHED)
     figures = Figures(published)
     ended = {(row["gpus"], row["part"], row["script"]) for row in published if row.get("done")}
-    rows = [
-        (source, text.replace("$", each))
-        for spec in specs["table"].values()
-        for each in spec.get("over", [""])
-        for source, text in spec["rows"]
-    ]
+    rows = [row for spec in specs["table"].values() for row in rows_of(spec)]
     for source, text in [*rows, *(row for own in specs["recipe"].values() for row in own)]:
         gpus, _, place = source.rpartition("@")
         if (int(gpus or 1), *place.split("/", 1)) in ended:

@@ -1,8 +1,9 @@
 """`--changed[=COMMIT]`: run the tests that a change concerns, by the record of which test executed which function.
 
 What a record cannot see is looked up in the sources: a name at module level concerns the tests that executed a function
-which uses it, through imports and other names; a kernel or a CUDA source those of its folder; any other file those that
-read it. Without a record, all tests whose imports reach a changed file are chosen.
+which uses it, through imports and other names; a function with a cache those that ask for its result; a kernel or a
+CUDA source those of its folder; any other file those that read it. Without a record, all tests whose imports reach a
+changed file are chosen.
 """
 
 import json

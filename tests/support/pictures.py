@@ -31,9 +31,13 @@ def what_draws() -> Any:
 
 def no_pictures() -> AbstractContextManager:
     """Return a context in which runs leave a file in place of their picture."""
-    return mock.patch(PLACE, write_signature) if what_draws() else nullcontext()
+    return _drawn_by(write_signature)
 
 
 def pictures() -> AbstractContextManager:
     """Return a context in which runs draw although `no_pictures` is in effect."""
-    return mock.patch(PLACE, what_draws())
+    return _drawn_by(what_draws())
+
+
+def _drawn_by(function: Any) -> AbstractContextManager:
+    return mock.patch(PLACE, function) if what_draws() else nullcontext()

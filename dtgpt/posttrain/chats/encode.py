@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -53,8 +53,8 @@ class ChatEncoder:
     fast: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the process that renders chats: a worker starts its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("_renderer", "_fields")}
+        """Return the fields alone: a worker starts its own process that renders chats."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def close(self) -> None:
         """End the process that renders chats."""
