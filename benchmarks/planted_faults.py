@@ -8,7 +8,8 @@
     python benchmarks/planted_faults.py gate.jsonl --gate            # does dtgpt compare name the module? 15 minutes
 
 Each fault is a change, and runs the tests that the change concerns: `pytest --changed=HEAD` up to the first that fails,
-the quickest files first. So the record of tests has to be there (`pytest -n 3 --record-map`).
+the quickest files first. So the record of tests has to be there (`pytest -n 3 --record-map`). Before them, the test
+that found the fault the last time is asked alone: that of `benchmarks/notes/planted_faults.md`, or of `--again`.
 """
 
 import argparse
@@ -54,9 +55,17 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def first_failure(folder: Path) -> str:
-    """Return the first of the tests that a change concerns that fails, empty where none does."""
-    words = ["-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--changed=HEAD", f"--ignore={LIST}"]
+def first_failure(folder: Path, found: str) -> str:
+    """Return the first test that fails of those that a change concerns, empty where none does. found: the test that
+    found the fault the last time, which is asked alone before all others, or empty."""
+    if found and "::" in (again := failure_of(folder, [found])):
+        return again
+    return failure_of(folder, ["-n", "2", "--changed=HEAD", f"--ignore={LIST}"])
+
+
+def failure_of(folder: Path, asked: list[str]) -> str:
+    """Return the first of the tests asked for that fails, why pytest ended otherwise, or an empty string."""
+    words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *asked]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     with tempfile.TemporaryFile("w+") as output:
         program = subprocess.Popen(
@@ -140,14 +149,23 @@ def read_results(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def plant_each(faults: Iterable[Fault], file: Path) -> None:
-    """Plant each fault that is not in the file yet, and write which test has found it."""
+def found_before(file: Path | None) -> dict[str, str]:
+    """Return the tests that found faults the last time, by the names of the faults."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.changed_share import found_faults
+
+    return {fault.name: test for fault, test in found_faults(file)}
+
+
+def plant_each(faults: Iterable[Fault], file: Path, before: dict[str, str]) -> None:
+    """Plant each fault that is not in the file yet, and write which test has found it. before: the tests that found
+    them the last time, by the names of the faults."""
     known = {found["name"] for found in read_results(file)}
     for fault in (each for each in faults if each.name not in known):
         with tempfile.TemporaryDirectory(prefix="dtgpt-fault-", ignore_cleanup_errors=True) as folder:
             clone(Path(folder))
             plant(fault, Path(folder))
-            result = fault._asdict() | {"found": first_failure(Path(folder))}
+            result = fault._asdict() | {"found": first_failure(Path(folder), before.get(fault.name, ""))}
         print(f"{fault.name}: {result['found'] or 'found by none'}", flush=True)
         with file.open("a") as output:
             output.write(json.dumps(result) + "\n")
@@ -174,7 +192,7 @@ def main() -> None:
         faults = draw_faults(args.drawn, args.seed)
     if args.again:
         faults = [Fault(*map(each.get, Fault._fields)) for each in read_results(args.again) if each["found"]]
-    plant_each([fault for fault in faults if args.only in fault.name], args.results)
+    plant_each([fault for fault in faults if args.only in fault.name], args.results, found_before(args.again))
 
 
 if __name__ == "__main__":

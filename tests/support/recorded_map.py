@@ -173,7 +173,8 @@ def name_of(fixture: Any) -> str:
 
 
 def read_workers(folder: Path, commit: str) -> Record:
-    """Return the record of what the workers of a run have written, of tests that have passed."""
+    """Return the record of what the workers of a run have written, of tests that have passed. A test without a function
+    of its own file was not followed, and is not in the record either."""
     record, used, undone = Record(commit), defaultdict[str, set[str]](set), set[str]()
     for worker in sorted(folder.glob("worker-*")):
         undone |= set(_lines(worker / "undone"))
@@ -194,6 +195,9 @@ def read_workers(folder: Path, commit: str) -> Record:
             name = imports.get(number) or names.get(number)
             if name is not None and key in words:
                 used[words[key]].update(users[name] if name.startswith(FIXTURE) else [name])
+    files = {name: name.partition(":")[0] for name in used}
+    followed = {test for name, tests in used.items() for test in tests if test.startswith(f"{files[name]}::")}
+    undone |= record.seconds.keys() - followed
     record.seconds = {test: seconds for test, seconds in record.seconds.items() if test not in undone}
     record.used = {words: tests - undone for words, tests in used.items() if tests - undone}
     return record
