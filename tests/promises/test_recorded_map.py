@@ -57,6 +57,7 @@ def pooled():
 def started(): return 4
 def later(): return 5
 def made(): return 6
+def printed(): return 8
 MADE = made()
 """
 SANDBOX = """
@@ -107,6 +108,9 @@ def test_alone(): subprocess.run([sys.executable, "-I", "-c", ""], check=True)
 def test_limits():
     file = Path(sums.__file__).with_name("sandbox.py")
     assert subprocess.run([sys.executable, file], check=True, capture_output=True).stdout == b"7\\n"
+def test_without_streams():
+    code = "import os; from dtgpt import sums\\nfor n in 0, 1, 2:\\n try: os.write(n, b'a')\\n except OSError: sums.printed()"
+    subprocess.run(['sh', '-c', '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code])
 def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt").read_text()
 """
 FILES = {
@@ -143,6 +147,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
         return {test.removeprefix("tests/test_sums.py::test_") for test in used[words]}
 
     wanted = {"add": "add", "forked": "fork", "pooled": "pool", "started": "program", "later": "thread"}
+    wanted["printed"] = "without_streams"
     assert {name: tests_of(f"dtgpt/sums.py:{name}") for name in wanted} == {k: {v} for k, v in wanted.items()}
     assert tests_of("dtgpt/sandbox.py:inside") == {"limits"}
     assert tests_of("dtgpt/sums.py:share") == {"first", "second"}
@@ -163,7 +168,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     path.write_text(SUMS.replace("kind = 3", "kind = 4"))
     said = pytest_of(tmp_path, "-n", "2", "--changed", "-v")
     assert set(re.findall(r"PASSED tests/test_sums.py::test_(\w+)", said)) == {"pool", "alone"}
-    assert "changed since" in said and "by the record of" in said and "chosen: 2 of 11 recorded tests" in said
+    assert "changed since" in said and "by the record of" in said and "chosen: 2 of 12 recorded tests" in said
 
 
 def test_a_file_that_loses_lines_is_named(tmp_path):

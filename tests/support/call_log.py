@@ -6,6 +6,7 @@ the test and a checksum of what it used, and for each checksum once its words. A
 as that of chat templates, writes to mapped ones of a fixed length.
 """
 
+import fcntl
 import mmap
 import os
 import resource
@@ -41,6 +42,15 @@ def import_number(file: str) -> int:
     return IMPORT | (checksum(f"import {file}") & (IMPORT - 1))
 
 
+def above_streams(descriptor: int) -> int:
+    """Return another number of an open file, so that what a program whose streams were closed at its start prints does
+    not get into the file."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
+
+
 class CallLog:
     """What one pytest worker and all of its descendants write to the files of a folder."""
 
@@ -48,7 +58,7 @@ class CallLog:
         self.folder = folder
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
         names = ("pairs", "words", "lines") if with_lines else ("pairs", "words")
-        self._files = {name: os.open(f"{folder}/{name}", flags) for name in names}
+        self._files = {name: above_streams(os.open(f"{folder}/{name}", flags)) for name in names}
         self._spare: dict[str, mmap.mmap] = {}  # in place of the files, while these may not grow
         self._owner = 0  # the process that has made them
         self._is_limited = False
@@ -116,7 +126,9 @@ class CallLog:
     def _start(self, code: CodeType, _: int) -> Any:
         """Note the call of a function; what Python calls where a function starts. Functions of other packages are not
         to be told again."""
-        if ROOT is None or not code.co_filename.startswith(ROOT):  # None: the interpreter ends
+        if ROOT is None:  # the interpreter ends
+            return None
+        if not code.co_filename.startswith(ROOT):
             return MONITORING.DISABLE
         number = self._current()
         if self._last.get(id(code)) == number:
