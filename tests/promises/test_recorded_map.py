@@ -1,5 +1,6 @@
 """A recorded run says which test executed which function, in forks, pools and programs; CPU seconds count them too."""
 
+import json
 import re
 import struct
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from dtgpt.util.shared.environment import child_environment
 from tests.support import call_log, covered_lines, cpu_seconds
 from tests.support.budgets import REFERENCE
-from tests.support.recorded_map import load_record
+from tests.support.recorded_map import load_record, read_workers
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # They need no dtgpt.
@@ -170,6 +171,20 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     said = pytest_of(tmp_path, "-n", "2", "--changed", "-v")
     assert set(re.findall(r"PASSED tests/test_sums.py::test_(\w+)", said)) == {"pool", "alone"}
     assert "changed since" in said and "by the record of" in said and "chosen: 2 of 12 recorded tests" in said
+
+
+def test_a_test_that_was_not_followed_is_not_in_the_record(tmp_path):
+    (tmp_path / "worker-1").mkdir()
+    log = call_log.CallLog(str(tmp_path / "worker-1"))
+    for number, name in enumerate(["tests/test_a.py::test_one", "tests/test_a.py::test_two"], 1):
+        for file, line in ("names", [number, name]), ("seconds", [name, 0.1]), ("fixtures", [name, []]):
+            with Path(log.folder, file).open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+        log.note(number, "dtgpt/sums.py:add")
+    log.note(1, "tests/test_a.py:test_one")
+    record = read_workers(tmp_path, "")
+    assert record.seconds == {"tests/test_a.py::test_one": 0.1}
+    assert record.used["dtgpt/sums.py:add"] == {"tests/test_a.py::test_one"}
 
 
 def test_a_file_that_loses_lines_is_named(tmp_path):

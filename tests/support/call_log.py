@@ -6,7 +6,6 @@ the test and a checksum of what it used, and for each checksum once its words. A
 as that of chat templates, writes to mapped ones of a fixed length.
 """
 
-import fcntl
 import mmap
 import os
 import resource
@@ -15,6 +14,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -42,13 +43,18 @@ def import_number(file: str) -> int:
     return IMPORT | (checksum(f"import {file}") & (IMPORT - 1))
 
 
-def above_streams(descriptor: int) -> int:
-    """Return another number of an open file, so that what a program whose streams were closed at its start prints does
-    not get into the file."""
+@contextmanager
+def above_streams() -> Iterator[None]:
+    """Return a context in which files get other numbers than those of the standard streams, also where these are
+    closed: else, what the program prints would get into the files."""
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] <= 2:
+        held.append(os.open(os.devnull, os.O_RDONLY))
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        yield
     finally:
-        os.close(descriptor)
+        for descriptor in held:
+            os.close(descriptor)
 
 
 class CallLog:
@@ -58,14 +64,15 @@ class CallLog:
         self.folder = folder
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
         names = ("pairs", "words", "lines") if with_lines else ("pairs", "words")
-        self._files = {name: above_streams(os.open(f"{folder}/{name}", flags)) for name in names}
+        with above_streams():
+            self._files = {name: os.open(f"{folder}/{name}", flags) for name in names}
+            descriptor = os.open(f"{folder}/number", os.O_CREAT | os.O_RDWR)
+            os.ftruncate(descriptor, 4)
+            self._number = memoryview(mmap.mmap(descriptor, 4)).cast("I")  # shared: forks see the next test begin
+            os.close(descriptor)
         self._spare: dict[str, mmap.mmap] = {}  # in place of the files, while these may not grow
         self._owner = 0  # the process that has made them
         self._is_limited = False
-        descriptor = os.open(f"{folder}/number", os.O_CREAT | os.O_RDWR)
-        os.ftruncate(descriptor, 4)
-        self._number = memoryview(mmap.mmap(descriptor, 4)).cast("I")  # shared: forks see the next test begin
-        os.close(descriptor)
         self._last: dict[int, int] = {}  # by id of a code object: the number under which it was written last
         self._kept: list[CodeType] = []  # else another object could get the id
         self._known: set[int] = set()
@@ -214,12 +221,13 @@ class CallLog:
         not grow."""
         if self._owner != os.getpid():
             self._owner, self._is_limited = os.getpid(), False
-            for name in self._files:
-                flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-                descriptor = os.open(f"{self.folder}/{name}-{os.getpid()}-{time.time_ns()}", flags)
-                os.ftruncate(descriptor, SPARE)
-                self._spare[name] = mmap.mmap(descriptor, SPARE)
-                os.close(descriptor)
+            with above_streams():
+                for name in self._files:
+                    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+                    descriptor = os.open(f"{self.folder}/{name}-{os.getpid()}-{time.time_ns()}", flags)
+                    os.ftruncate(descriptor, SPARE)
+                    self._spare[name] = mmap.mmap(descriptor, SPARE)
+                    os.close(descriptor)
         if kind == resource.RLIMIT_FSIZE:
             self._is_limited = most != resource.RLIM_INFINITY
 
