@@ -17,6 +17,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.layout import axes_of
+from dtgpt.planning.activations import block_activations
 from dtgpt.planning.report import describe_mesh
 from dtgpt.planning.search import _divisions
 from dtgpt.planning.traffic import collectives_of, sent_bytes
@@ -26,7 +27,7 @@ from tests.models.moe.test_plans import ADAMW, BALANCES, MANY, SHAPE
 from tests.models.moe.test_plans import OLMOE as SIX
 from tests.support.bodies_balance import balanced_steps, check_same
 from tests.support.bodies_dryrun import whole_bytes
-from tests.support.bodies_experts import Mixed, Step, exchange, mixed, step_of
+from tests.support.bodies_experts import Mixed, Step, exchange, kept_by_a_block, mixed, step_of
 from tests.support.bodies_shards import CPU
 from tests.support.families import OURS_WITH_EXPERTS
 from tests.support.gpus import run_on_two_gpus
@@ -178,6 +179,22 @@ def test_tokens_and_rows_have_the_bytes_that_are_planned(moe, plan, shape, reduc
     settings = recipe.settings(named.for_world(named.world), CPU)
     planned = {c.kind.replace("-", "_"): c.bytes for c in collectives_of(settings, 0) if c.over == "ep"}
     assert pool().run(named.world, whole_bytes, recipe) == [planned] * named.world
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("experts", [4, 8])
+def test_a_block_keeps_as_many_bytes_more_under_ep_as_are_planned(moe, experts):
+    """Those of the rows of another rank. On a CPU attention keeps other tensors, as many in both plans, and experts
+    keep the input of their second product, which a GPU computes again."""
+    wide = replace(OLMOE, num_layers=1, hidden_size=64, seq_length=128, dropout=0.0)  # else much are indices
+    seen, planned = [], []
+    for plan in ("dp2", "dp2_ep2"):
+        recipe = replace(moe, plan=plan, model=replace(wide, num_experts=experts))
+        planned.append(block_activations(recipe.settings(parse_plan(plan).for_world(2), CPU), 0))
+        seen.append(pool().run(2, kept_by_a_block, recipe))
+    more = [both - one for one, both in zip(*seen, strict=True)]
+    again = 2 * wide.seq_length * wide.experts_per_token * wide.ffn_hidden_size * torch.float32.itemsize
+    assert more == pytest.approx([planned[1] - planned[0] + again] * 2, rel=1e-4)
 
 
 def test_messages_of_experts(moe, monkeypatch):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtgpt.config.plan import Plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.layers import Context
 from dtgpt.models.moe import mixture
 from dtgpt.models.moe.config import ExpertsConfig
 from dtgpt.ops.experts.products import ADD_OUTER, grouped_reference, outer_op
@@ -191,3 +192,23 @@ def mixed(
     y, dx, dweights = (torch.cat(parts)[own] for parts in list(zip(*alone, strict=True))[:3])
     sums = {n: sum(each.dparameters[n][first] for each in reversed(alone)) for n in alone[0].dparameters}
     return found, Mixed(y, dx, dweights, sums)
+
+
+def kept_by_a_block(recipe: Recipe) -> int:
+    """The bytes of what the first block keeps for backward, without its weights."""
+    kept: dict[int, int] = {}
+    with open_trainer(recipe) as trainer:
+        block, config = trainer.stages[0].blocks["0"], recipe.model
+        weights = {shard.local.untyped_storage().data_ptr() for shard in trainer.shards}
+        x = torch.randn(recipe.micro_batch_size, config.seq_length, config.hidden_size, requires_grad=True)
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = block(x, Context(None))
+        assert y.requires_grad
+    return sum(kept.values())
