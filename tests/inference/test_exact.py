@@ -2,13 +2,11 @@
 a CPU where sums are made row by row; and what is refused."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import dtgpt
@@ -19,9 +17,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.kernels import serve
 from dtgpt.inference.kernels.serve import BITS
 from dtgpt.inference.open import sums_of
-from dtgpt.inference.options import Options
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -50,13 +46,12 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
 from tests.interop.test_interop_huggingface import InMemory
-from tests.support.bodies_engine import inference_stages, poison, training_stages
-from tests.support.bodies_exact import all_by_rows, gradients_by_rows, losses_kept, trained_and_scored
+from tests.support.bodies_exact import all_by_rows, gradients_by_rows, trained_and_scored
+from tests.support.bodies_generated import FEW_LENGTHS, check_pieces, check_trained, generated, trained
 from tests.support.families import OURS
 from tests.support.gpus import run_on_two_gpus
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
-from tests.support.requests import make_request
 from tests.support.whole_model import build_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -70,7 +65,7 @@ SHAPE = {
     "vocab_size": 1000, "init_std": 0.1, "num_experts": 16, "experts_per_token": 4,
 }  # fmt: skip
 LITTLE = {
-    "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "seq_length": 24,
+    "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "seq_length": 16,
     "vocab_size": 250, "init_std": 0.1, "num_experts": 8, "experts_per_token": 3,
 }  # fmt: skip
 
@@ -129,49 +124,8 @@ def scattered(model: Decoder, backend: Backend) -> Decoder:
     return model
 
 
-def trained(model: Decoder, tokens: Tensor) -> Tensor:
-    """Return the log-probabilities `[B, T - 1]` of tokens `[B, T]` after the first, by a forward pass of training."""
-    missing = 1 - tokens.shape[1] % 2  # so that two ranks have as many tokens each
-    tokens = F.pad(tokens, (0, missing))
-    with losses_kept() as kept:
-        model(*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous()))
-    return -kept[0].view(len(tokens), -1)[:, : tokens.shape[1] - 1 - missing]
-
-
 def engine_of(model: Decoder, dtype: torch.dtype, slots: int) -> Engine:
     return Engine([model], Mesh(Plan().for_world(1), CUDA), model.config, dtype, slots, graphs=True, exact=True)
-
-
-def generated(engine: Engine, lengths: Sequence[int] = LENGTHS) -> list[tuple[list[int], list[float], int]]:
-    """Return (ids, log-probabilities, first position of these) of sequences that fill the cache, drawn together: half
-    of the prompts are scored, in cuts or whole."""
-    config = engine.config
-    poison(engine._rank_step.cache)
-    generator, found = torch.Generator().manual_seed(0), {}
-    for index, length in enumerate(lengths):
-        ids = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
-        sampling = Options(
-            max_new_tokens=config.seq_length - length, temperature=(0.0, 1.0, 0.7)[index % 3],
-            top_p=0.9 if index % 4 == 3 else 1.0, ends=False, seed=index,
-        )  # fmt: skip
-        request = make_request(
-            ids=ids, sampling=sampling, prompt_index=index, score_prompt=index % 2 == 1, alternatives=2 * (index % 2)
-        )
-        found[engine.submit(request)] = (list(ids), [], length)
-    scored = {}
-    while engine.busy:
-        for event in engine.step():
-            if event.prompt is not None:
-                scored[event.job] = event.prompt.logprobs
-            found[event.job][0].extend(event.ids)
-            found[event.job][1].extend(event.logprobs)
-            for token, logprob, top in zip(event.ids, event.logprobs, event.alternatives, strict=False):
-                assert dict(top).get(token, logprob) == logprob  # the same token has the same bits among these
-    engine.release()
-    return [
-        (ids, scored.get(handle, []) + logprobs, 1 if handle in scored else first)
-        for handle, (ids, logprobs, first) in found.items()
-    ]
 
 
 @pytest.mark.cuda
@@ -189,23 +143,10 @@ def test_so_they_are_in_other_precisions(kind: str, dtype: torch.dtype):
 
 def check(kind: str, dtype: torch.dtype) -> None:
     model = model_of(CONFIGS[kind], dtype)
-    check_trained(model, generated(engine_of(model, dtype, slots=5)))
+    check_trained(model, generated(engine_of(model, dtype, slots=5), LENGTHS))
 
 
-def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]]) -> None:
-    device = next(model.parameters()).device
-    for rows in {min(rows, len(drawn)) for rows in (1, 5, 12)}:  # of a micro-batch: few and many rows of products
-        for first in range(0, len(drawn), rows):
-            some = drawn[first : first + rows]
-            found = trained(model, torch.tensor([ids for ids, _, _ in some], device=device)).cpu()
-            for row, (_, logprobs, begin) in enumerate(some):
-                assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), (rows, first + row)
-    short = drawn[0][0][: min(78, len(drawn[0][0]) // 2)]  # fewer positions than a sample of training
-    found = trained(model, torch.tensor([short], device=device))[0].cpu()
-    assert torch.equal(found, torch.tensor(drawn[0][1][: len(short) - 1]))
-
-
-@pytest.mark.slow(5)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", mixtures(LITTLE, 32))
 def test_log_probabilities_of_mixtures_are_those_of_training(kind, dtype):
@@ -215,27 +156,15 @@ def test_log_probabilities_of_mixtures_are_those_of_training(kind, dtype):
     model = scattered(build_model(config, CPU, dtype, root_key(0)).to(dtype), "explicit")
     with all_by_rows():
         engine = Engine([model], Mesh(Plan().for_world(1), CPU), config, dtype, 3, graphs=False, exact=True)
-        check_trained(model, generated(engine, (1, 3, 8, 16, 23)))
+        check_trained(model, generated(engine, FEW_LENGTHS))
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(("kind", "plan"), [*((kind, "tp2_sp") for kind in mixtures(LITTLE, 32)), ("olmoe", "single")])
 def test_so_they_are_under_tensor_parallelism_where_training_sums_in_pieces(kind, plan):
     config = mixtures(LITTLE, width=32)[kind]
     drawn = pool().run(parse_plan(plan, {}).world, check_pieces, config, plan)
-    assert all(each == drawn[0] for each in drawn) and len(drawn[0]) == 5
-
-
-def check_pieces(config: ExpertsConfig, plan: str) -> list[tuple[list[int], list[float], int]]:
-    """Check what ranks generate as they do after a training with pieces, and return it."""
-    choices: dict[str, Any] = {"attention": "explicit", "reduce": "exact_tp"}
-    stages, drawing = inference_stages(config, plan.removesuffix("_sp"), **choices)
-    (stage,), mesh = training_stages(config, plan, **choices)
-    with all_by_rows():
-        engine = Engine(stages, drawing, config, torch.float32, 3, graphs=False, exact=True)
-        drawn = mesh.gather(generated(engine, (1, 3, 8, 16, 23)) if mesh.rank == 0 else engine.follow())[0]
-        check_trained(stage, drawn)
-    return drawn
+    assert all(each == drawn[0] for each in drawn) and len(drawn[0]) == len(FEW_LENGTHS)
 
 
 @pytest.mark.cuda
@@ -296,7 +225,7 @@ def check_plan(config: ModelConfig, plan: str, dtype: torch.dtype, reduce: str, 
     mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
     stages = inference.inference_stages(one, drawing, lambda shards: shards.initialize(config, key))
     engine = Engine(stages, drawing, config, dtype, 5, graphs=True, exact=True)
-    drawn = mesh.gather(generated(engine) if mesh.rank == 0 else engine.follow())[0]
+    drawn = mesh.gather(generated(engine, LENGTHS) if mesh.rank == 0 else engine.follow())[0]
     check_trained(build_stages(settings, mesh, key)[0][0], drawn)
     for close in (*drawing.before_end, *mesh.before_end):
         close()
@@ -305,7 +234,7 @@ def check_plan(config: ModelConfig, plan: str, dtype: torch.dtype, reduce: str, 
 @pytest.mark.cuda
 def test_log_probabilities_are_those_of_a_compiled_forward_pass():
     model = model_of(GPT2, torch.bfloat16)
-    drawn = generated(engine_of(model, torch.bfloat16, slots=12))
+    drawn = generated(engine_of(model, torch.bfloat16, slots=12), LENGTHS)
     compile_forward(model, whole=True)
     found = trained(model, torch.tensor([ids for ids, _, _ in drawn], device=CUDA)).cpu()
     for row, (_, logprobs, begin) in enumerate(drawn):
@@ -400,5 +329,5 @@ def test_a_model_is_read_with_the_sums_of_its_training():
 @pytest.mark.parametrize("config", TINY)
 def test_two_tensor_parallel_ranks_score_with_the_bits_of_their_training(config, plan):
     """Where the sums of a product's row do not depend on the other rows."""
-    for trained, scored in pool().run(2, trained_and_scored, config, plan):
-        assert torch.equal(trained, scored)
+    for ours, scored in pool().run(2, trained_and_scored, config, plan):
+        assert torch.equal(ours, scored)

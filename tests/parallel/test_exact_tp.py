@@ -55,31 +55,32 @@ TRACK3 = Track3Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, 
 def exact(recipe):
     """A recipe of two micro-batches, and of one step, after which the held-out loss is that of the new weights."""
     return replace(
-        recipe, model=GPT2, micro_batch_size=2, global_batch_size=4, reduce="exact_tp", precision="fp32", steps=1
-    )
+        recipe, model=GPT2, micro_batch_size=2, global_batch_size=4, reduce="exact_tp", precision="fp32", steps=1,
+        log=replace(recipe.log, eval_samples=4),
+    )  # fmt: skip
 
 
-def differing(recipe, plans: list[str], body=bits_of_steps) -> dict[str, list[str]]:
-    """By plan, what has other bits than on one process."""
+def differing(recipe, plans: list[str], body=bits_of_steps, least: int = 30) -> dict[str, list[str]]:
+    """By plan, what has other bits than on one process, which has more than `least` different ones."""
 
     def bits(plan: str) -> dict[str, str]:
         return pool().run(parse_plan(plan, {}).world, body, replace(recipe, plan=plan))[0]
 
     expected = bits("single")
-    assert len(set(expected.values())) > 30
+    assert len(set(expected.values())) > least
     found = {plan: bits(plan) for plan in plans}
     return {plan: [name for name in expected if made[name] != expected[name]] for plan, made in found.items()}
 
 
-@pytest.mark.slow(9)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     "plans, changes",
     [
         (["tp2", "tp4_sp"], {}),
-        (["tp2_sp", "dp2_tp2_zero3"], {"precision": "bf16", "steps": 2, "global_batch_size": 8}),
-        (["tp2_sp", "tp4"], {"model": QWEN3}),
+        (["dp2_tp2_zero3"], {"precision": "bf16", "steps": 2, "global_batch_size": 8}),
+        (["tp4"], {"model": QWEN3}),
         (["tp2_pp2"], {"model": LLAMA, "precision": "bf16"}),
-        (["tp2"], {"model": QWEN3, "precision": "bf16", "recompute": "full"}),
+        (["tp2_sp"], {"model": QWEN3, "precision": "bf16", "recompute": "full"}),
         (["tp2_sp"], {"model": LLAMA, "precision": "bf16", "recompute": "full", "optimizer": MuonConfig(lr=6e-3)}),
         (["tp2_sp"], {"model": replace(OURS["gemma3"], num_layers=3)}),
         (
@@ -92,22 +93,23 @@ def test_a_plan_has_the_bits_of_one_process(exact, plans, changes):
     assert differing(replace(exact, **changes), plans) == {plan: [] for plan in plans}
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_sum_that_is_not_made_in_pieces_shows(exact, fault):
     """Each part of the capability is needed: without it, bits of tp2_sp differ."""
-    found = differing(exact, ["tp2_sp"], partial(bits_with_fault, fault))
+    one = replace(exact, model=replace(GPT2, num_layers=1), global_batch_size=2)
+    found = differing(one, ["tp2_sp"], partial(bits_with_fault, fault), least=10)
     assert found["tp2_sp"]
 
 
-@pytest.mark.slow(4)
-@pytest.mark.parametrize("model", [GPT2, LLAMA])
-def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("model, plan", [(GPT2, "tp4"), (LLAMA, "tp2_sp")])
+def test_any_number_of_ranks_scores_with_the_bits_of_training(model, plan):
     model = replace(model, dropout=0.0)
     found = [
         pair
-        for plan, ranks in (("single", 1), ("tp2_sp", 2), ("tp4", 4))
-        for pair in pool().run(ranks, trained_and_scored, model, plan)
+        for name in ("single", plan)
+        for pair in pool().run(parse_plan(name, {}).world, trained_and_scored, model, name)
     ]
     first, *others = (each for pair in found for each in pair)
     assert all(torch.equal(first, each) for each in others)
@@ -248,17 +250,15 @@ def test_the_kernel_whose_warps_take_turns_compiles_without_a_gpu(by_inputs, mon
 
 AGAIN = {"recompute": "full"}
 SENT = {  # processes: (model, plan, further changes of the recipe)
-    2: [(GPT2, "tp2", {}), (GPT2, "tp2_sp", {}), (QWEN3, "tp2_sp", AGAIN), (GPT2, "tp2_sp", {"precision": "bf16"})],
-    4: [
-        *((GPT2, plan, {}) for plan in ("tp4", "tp4_sp", "tp2_sp_pp2")),
-        *((model, plan, AGAIN) for model, plan in ((LLAMA, "tp4"), (QWEN3, "tp4_sp"))),
-    ],
+    2: [(GPT2, "tp2", {}), (GPT2, "tp2_sp", {"precision": "bf16"}), (QWEN3, "tp2_sp", AGAIN)],
+    4: [(GPT2, "tp2_sp_pp2", {}), (LLAMA, "tp4", AGAIN)],
 }  # fmt: skip
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("world", SENT)
 def test_the_planned_messages_are_those_that_are_sent(exact, world):
+    exact = replace(exact, exact_tp=PiecesConfig(pieces=4))  # several of a rank: as many messages as of one
     check_messages([replace(exact, model=model, plan=plan, **more) for model, plan, more in SENT[world]], world)
 
 

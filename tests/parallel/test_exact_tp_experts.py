@@ -14,6 +14,7 @@ from dtgpt.ops.norms import rows_summed_by
 from dtgpt.optim.balance.config import BalanceConfig
 from dtgpt.optim.fp16.config import LossScaleConfig
 from dtgpt.optim.muon import MuonConfig
+from dtgpt.parallel.exact_tp.config import PiecesConfig
 from dtgpt.parallel.exact_tp.rows import PiecewiseRows
 from dtgpt.parallel.exact_tp.sums import PiecewiseSums
 from dtgpt.parallel.exact_tp.tree import Share
@@ -21,7 +22,7 @@ from dtgpt.parallel.more_pieces.joint import joint_norm
 from dtgpt.parallel.more_pieces.stacks import column_stack, row_stack
 from tests.planning.test_planning import check_messages
 from tests.support.bodies_exact import bits_and_choices, bits_of_steps
-from tests.support.bodies_exact_stacks import FAULTS, choices_with_fault
+from tests.support.bodies_exact_stacks import FAULTS, bits_with_fault
 from tests.support.bodies_exact_tp import trained_and_scored
 from tests.support.example_mixture import ManyConfig
 from tests.support.families import OURS, OURS_WITH_EXPERTS
@@ -34,6 +35,7 @@ SHAPE = {
 }  # fmt: skip
 OLMOE = OlmoeConfig(**SHAPE, corrects_choice=True)
 MANY = ManyConfig(**SHAPE)  # all that a mixture can have
+PIECES = PiecesConfig(pieces=4)  # two on each of two ranks: half of the products of 8
 BALANCE = BalanceConfig(loss=0.1, z_loss=0.01, bias_step=0.01)
 FAMILIES = {**OURS_WITH_EXPERTS, "gpt_oss": OURS["gpt_oss"], "olmo3": OURS["olmo3"]}
 
@@ -43,7 +45,7 @@ def exact(recipe):
     """A recipe of two micro-batches and one step, whose balance adds to all gradients of routers."""
     return replace(
         recipe, model=MANY, micro_batch_size=2, global_batch_size=4, reduce="exact_tp", precision="fp32", steps=1,
-        balance=BALANCE,
+        balance=BALANCE, log=replace(recipe.log, eval_samples=2),
     )  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def differing(recipe, plans: list[str], body=bits_and_choices) -> dict[str, list
     return {plan: [name for name in expected if made[name] != expected[name]] for plan, made in found.items()}
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "plans, changes",
     [
@@ -68,7 +70,7 @@ def differing(recipe, plans: list[str], body=bits_and_choices) -> dict[str, list
         (["dp2_tp2_sp_zero3"], {"model": OLMOE, "precision": "bf16", "micro_batch_size": 1}),
         (["dp2_tp2_sp_ep2_zero2"], {"model": OLMOE, "recompute": "full", "micro_batch_size": 1}),
         (["tp2_sp_pp2"], {"model": OLMOE}),
-        (["tp4"], {"model": OLMOE, "precision": "bf16", "optimizer": MuonConfig(lr=6e-3)}),
+        (["tp2"], {"model": OLMOE, "precision": "bf16", "optimizer": MuonConfig(lr=6e-3)}),
         (["tp2_sp"], {"steps": 2}),
     ],
 )
@@ -76,34 +78,37 @@ def test_a_plan_has_the_bits_and_choices_of_one_process(exact, plans, changes):
     assert differing(replace(exact, **changes), plans) == {plan: [] for plan in plans}
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_one_process(exact, family):
     """Also norms, moments and the held-out loss after a step."""
     model = replace(FAMILIES[family], num_layers=3 if family in ("olmo3", "glm4_moe") else 2)  # each kind of block
-    recipe = replace(exact, model=model, balance=BalanceConfig(), global_batch_size=2, precision="bf16")
+    recipe = replace(
+        exact, model=model, balance=BalanceConfig(), global_batch_size=2, precision="bf16", exact_tp=PIECES
+    )
     assert differing(recipe, ["tp2_sp"], bits_of_steps) == {"tp2_sp": []}
 
 
-@pytest.mark.slow(6)
-@pytest.mark.parametrize("model", [OLMOE, MANY])
-def test_any_number_of_ranks_scores_with_the_bits_of_training(model):
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("model, plan", [(OLMOE, "tp4_sp"), (MANY, "tp2_sp")])
+def test_any_number_of_ranks_scores_with_the_bits_of_training(model, plan):
     """Also where experts, routers and what all tokens share have biases and gates."""
     model = replace(model, dropout=0.0)
     found = [
         each
-        for plan, ranks in (("single", 1), ("tp4_sp", 4))
-        for pair in pool().run(ranks, trained_and_scored, model, plan)
+        for name in ("single", plan)
+        for pair in pool().run(parse_plan(name, {}).world, trained_and_scored, model, name)
         for each in pair
     ]
     assert all(torch.equal(found[0], each) for each in found)
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_part_that_is_missing_shows(exact, fault):
     model = OLMOE if fault in ("all heads", "owners") else MANY
-    assert differing(replace(exact, model=model), ["tp2_sp"], partial(choices_with_fault, fault))["tp2_sp"]
+    one = replace(exact, model=model, global_batch_size=2)
+    assert differing(one, ["tp2_sp"], partial(bits_with_fault, fault))["tp2_sp"]
 
 
 def test_activations_of_experts_come_in_pieces():
@@ -187,12 +192,12 @@ SENT = {  # processes: (model, plan, further changes of the recipe)
         (MANY, "tp2", {}), (MANY, "tp2_sp", AGAIN), (replace(MANY, **DRY), "tp2_sp", AGAIN), (OLMOE, "tp2", AGAIN),
         (replace(OLMOE, **DRY), "tp2_sp", AGAIN), (replace(FAMILIES["glm4_moe"], num_layers=3), "tp2_sp", AGAIN),
     ],
-    4: [(OLMOE, "tp4", {}), (MANY, "tp4_sp", AGAIN), (OLMOE, "dp2_tp2_sp_ep2", AGAIN), (MANY, "dp2_tp2_ep2", {})],
+    4: [(OLMOE, "dp2_tp2_sp_ep2", AGAIN), (MANY, "dp2_tp2_ep2", {})],
 }  # fmt: skip
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("world", SENT)
 def test_the_planned_messages_are_those_that_are_sent(exact, world):
-    recipe = replace(exact, balance=BalanceConfig())
+    recipe = replace(exact, balance=BalanceConfig(), exact_tp=PIECES)
     check_messages([replace(recipe, model=model, plan=plan, **more) for model, plan, more in SENT[world]], world)

@@ -51,8 +51,7 @@ PLANS = [
 STACK_PLANS = ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "dp2_tp2_sp_zero2", "cp2"]
 CURVES = [
     *((plan, "adamw") for plan in ("dp2_zero3", "pp2", "dp2_tp2_sp_zero2", "cp2")),
-    *((plan, "muon") for plan in ("dp2_zero3", "tp2_sp")),
-    *((plan, "normuon") for plan in ("dp2_zero1", "tp2")),
+    ("dp2_zero3", "muon"), ("dp2_zero1", "normuon"),
 ]  # fmt: skip
 TABLES = {
     "replicated": {"blocks.*.mlp.fc": None, "blocks.*.mlp.proj": None},
@@ -121,7 +120,8 @@ def layouts_of(layout: Layout) -> dict[str, ParameterLayout]:
 
 def assert_as_laid_out(config, plan: ResolvedPlan) -> None:
     layouts = layouts_of(Layout(config, plan))
-    for rank in range(plan.world):
+    # Of 8 ranks those in which every two coordinates on two axes meet.
+    for rank in range(plan.world) if plan.world < 8 else (0, 3, 5, 6):
         with open_one_rank(plan, rank) as mesh:
             for shard in build_stages(settings_of(config, plan), mesh, key=None)[1]:
                 layout = layouts[shard.name]
@@ -180,7 +180,7 @@ def test_a_stack_has_the_curve_of_one_process(stack, alone, plan, kind):
 def test_stacks_go_from_plan_to_plan_bit_for_bit(stack, tmp_path):
     """Each reader holds the weights and moments that every plan wrote; parts are small, so that replicas share them."""
     recipe, folders = stack, []
-    for plan in ("single", "dp2_zero3", "dp2_tp2_sp_zero2"):
+    for plan in ("single", "dp2_tp2_sp_zero2"):
         folders.append(tmp_path / plan)
         folders[-1].mkdir()
         run = replace(recipe, plan=plan)
@@ -196,11 +196,13 @@ def test_stacks_go_from_plan_to_plan_bit_for_bit(stack, tmp_path):
 def test_states_of_whole_matrices_of_a_stack_go_on_under_other_plans(stack, alone, tmp_path, rule):
     """Also the mean squares of rows, `[E out]`, which lie on the owner of a stack."""
     recipe = replace(stack, optimizer=rule)
-    expected, found = alone(recipe)[0], []
+    (expected, whole), found = alone(recipe), []
     for last, plan in enumerate(("tp2_sp", "dp2_zero3"), 1):
-        run = replace(recipe, plan=plan)
-        found += pool().run(2, bodies_optimizer.train_part, run, tmp_path, last)[0][0]
+        losses, weights, *_ = pool().run(2, bodies_optimizer.train_part, replace(recipe, plan=plan), tmp_path, last)[0]
+        found += losses
     assert found == pytest.approx(expected, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow(4)
@@ -215,7 +217,7 @@ def test_adapters_of_a_stack_have_the_curve_of_one_process(stack, tmp_path):
     expected, whole = bodies_lora.train_and_save(recipe, tmp_path / "single", 2)
     assert whole["blocks.0.mlp.first.lora.a"].shape == (2, 4, 32) and whole["blocks.0.mlp.first.lora.b"].any()
     assert whole["blocks.0.mlp.second.lora.b"].shape == (2, 32, 4)
-    for plan in ("dp2_zero3", "tp2_sp", "pp2", "cp2"):
+    for plan in ("dp2_zero3", "tp2_sp"):
         run, world = tmp_path / plan, parse_plan(plan).world
         losses, weights = pool().run(world, bodies_lora.train_and_save, replace(recipe, plan=plan), run, 2)[0]
         assert losses == pytest.approx(expected, rel=1e-6), plan
@@ -230,9 +232,10 @@ def test_the_planner_knows_the_bytes_of_a_stack(stack, plan):
         settings = replace(stack, plan=plan, optimizer=kind).settings(plan_of(plan), CPU)
         for rank in range(settings.plan.world):
             assert differences(build_rank(settings, kind, rank), settings) == []
-    for change in ({}, {"optimizer": MuonConfig(lr=5e-3)}, {"lora": LoraConfig(rank=4)}):
-        settings = replace(stack, plan=plan, **change).planned(None)
-        assert "fits" in describe_plan(settings, "stack", [], known_gpu("H100"))
+    changes = {}, {"optimizer": MuonConfig(lr=5e-3)}, {"lora": LoraConfig(rank=4)}
+    change = changes[STACK_PLANS.index(plan) % 3 if plan in STACK_PLANS else 0]  # by turns
+    settings = replace(stack, plan=plan, **change).planned(None)
+    assert "fits" in describe_plan(settings, "stack", [], known_gpu("H100"))
 
 
 def test_the_memory_of_a_block_with_stacks_is_what_autograd_keeps(stack):

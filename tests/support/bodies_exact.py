@@ -1,14 +1,16 @@
 """What ranks do in test_exact.py, and the sums that Triton's interpreter checks, too."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import sha256
 from operator import attrgetter
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.capabilities import CAPABILITIES
@@ -35,6 +37,8 @@ from dtgpt.ops.optim.fixed_point import (
 )
 from dtgpt.parallel.exact_tp.loss import Rows
 from dtgpt.parallel.gradients import local_gradient
+from dtgpt.parallel.layout import Region, slices
+from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from tests.support.bodies_engine import inference_stages, training_stages
@@ -44,67 +48,104 @@ from tests.support.interpreter import kernels_asked_of
 def bits_of_steps(recipe: Recipe) -> dict[str, str]:
     """Train the steps of the recipe, two at most. Return on rank 0 the bits of losses, norms, gradients, weights and
     moments, by name."""
-    from dtgpt.compare.whole_tensors import gather_whole
-
     found: dict[str, str] = {}
     with open_trainer(recipe) as trainer:
-        rule = trainer.optimizer.rule
-
-        def keep(kind, value) -> None:
-            for name, whole in gather_whole(trainer.shards, value):
-                found[f"{kind} of {name}"] = "" if whole is None else sha256(whole.numpy().tobytes()).hexdigest()
-
+        rule, parts = trainer.optimizer.rule, Parts(trainer.shards)
         for step in range(min(recipe.steps, 2)):
             loss = trainer.gradients()
-            keep(f"gradient {step}", trainer.gradient)
+            parts.keep(f"gradient {step}", trainer.gradient)
             result = trainer.update(loss)
             found[f"loss {step}"] = trainer.mean_loss(result).hex()
             found[f"norm {step}"] = result.norm.item().hex()
             found[f"scale {step}"] = str(trainer.optimizer.metrics())
-        keep("weight", attrgetter("local"))
+        parts.keep("weight", attrgetter("local"))
         for kind in ("exp_avg", "exp_avg_sq", "momentum"):
-            keep(kind, lambda shard, kind=kind: rule.state(shard.index).get(kind, shard.local))
+            parts.keep(kind, lambda shard, kind=kind: rule.state(shard.index).get(kind))
+        found |= parts.bits()
         found["held out"] = str(trainer.held_out_loss())
     return found
+
+
+def bits_of_gradients(recipe: Recipe) -> dict[str, str]:
+    """Return on rank 0 the bits of the gradients of the first step, by name."""
+    with open_trainer(recipe) as trainer:
+        trainer.gradients()
+        parts = Parts(trainer.shards)
+        parts.keep("gradient", trainer.gradient)
+        return parts.bits()
+
+
+class Parts:
+    """What the ranks hold of whole tensors. `gather_whole` sends each part by itself, which takes longer than a step of
+    a small model: here all parts are one message."""
+
+    def __init__(self, shards: Shards):
+        self._mesh = shards.mesh
+        self._owned = [shard for shard in shards if shard.replica == 0 and not shard.is_tied_copy]
+        self._held: dict[str, list[tuple[Region, Tensor]]] = {}
+
+    def keep(self, kind: str, value: Callable[[Shard], Tensor | None]) -> None:
+        """Keep what `value` returns now of each parameter that has such."""
+        for shard in self._owned:
+            if (own := value(shard)) is not None:
+                copied = own.detach().float().clone(memory_format=torch.contiguous_format)
+                self._held[f"{kind} of {shard.name}"] = [(shard.region, copied)]
+
+    def bits(self) -> dict[str, str]:
+        """Return the bits of the whole tensors by kind and name, on rank 0."""
+        found: dict[str, str] = {}
+        whole = {name: list(parts) for name, parts in self._held.items()}
+        if self._mesh.world > 1:
+            ranks: list[Any] = [None] * self._mesh.world
+            dist.gather_object(self._held, ranks if self._mesh.rank == 0 else None)
+            whole = {}
+            for held in ranks if self._mesh.rank == 0 else ():
+                for name, parts in held.items():
+                    whole.setdefault(name, []).extend(parts)
+        for name, parts in whole.items():
+            made = torch.empty([max(r.stop for r in dims) for dims in zip(*(r for r, _ in parts), strict=True)])
+            for region, part in parts:
+                made[slices(region)] = part
+            found[name] = sha256(made.numpy().tobytes()).hexdigest()
+        return found
 
 
 def bits_and_choices(recipe: Recipe) -> dict[str, str]:
     """Train all steps of a recipe whose model has experts. Return on rank 0 the bits of losses, norms, gradients and
     choices of each step, and of weights after the last."""
-    from dtgpt.compare.whole_tensors import gather_whole
-
     found: dict[str, str] = {}
     with open_trainer(recipe) as trainer:
-        choices = Choices(trainer.mesh.rank, recipe.micro_batch_size, None)
+        choices, parts = Choices(trainer.mesh.rank, recipe.micro_batch_size, None), Parts(trainer.shards)
         choices.attach(trainer.stages)
-
-        def keep(kind: str, whole: Tensor | None) -> None:
-            found[kind] = "" if whole is None else sha256(whole.numpy().tobytes()).hexdigest()
-
         for step in range(recipe.steps):
             with choices.of_step(step):
                 loss = trainer.gradients()
-            for name, whole in gather_whole(trainer.shards, trainer.gradient):
-                keep(f"gradient {step} of {name}", whole)
+            parts.keep(f"gradient {step}", trainer.gradient)
             result = trainer.update(loss)
             found[f"loss {step}"], found[f"norm {step}"] = trainer.mean_loss(result).hex(), result.norm.item().hex()
-        for name, whole in gather_whole(trainer.shards, attrgetter("local")):
-            keep(f"weight of {name}", whole)
+        parts.keep("weight", attrgetter("local"))
+        found |= parts.bits()
         kept = choices.kept if trainer.mesh.place.tp == 0 else {}  # of one of the ranks that have the same tokens
-        own = {key: torch.cat(parts) for key, parts in kept.items()}
+        own = {key: torch.cat(made) for key, made in kept.items()}
         replicas = sorted(trainer.mesh.gather((trainer.mesh.place.dp, own)), key=lambda each: each[0])
         for key in {key for _, made in replicas for key in made}:
-            keep(f"choices {key}", torch.cat([made[key] for _, made in replicas if key in made]))
+            whole = torch.cat([made[key] for _, made in replicas if key in made])
+            found[f"choices {key}"] = sha256(whole.numpy().tobytes()).hexdigest()
     return found
 
 
-def norm_with_a_large_gradient(recipe: Recipe, scale: float) -> float:
-    """Return the norm that all ranks see where rank 1 alone multiplies its gradients by `scale`."""
+def norms_with_large_gradients(recipe: Recipe, scales: Sequence[float]) -> list[float]:
+    """Return the norms that all ranks see where rank 1 alone multiplies its gradients by each of `scales`, one after
+    the other."""
+    found, before = [], 1.0
     with open_trainer(recipe) as trainer:
-        if trainer.mesh.place.dp == 1:
-            trainer.optimizer.gradient_scale.mul_(scale)
-        trainer.gradients()
-        return trainer.shards.norm().item()
+        for scale in scales:
+            if trainer.mesh.place.dp == 1:
+                trainer.optimizer.gradient_scale.mul_(scale / before)
+            trainer.gradients()
+            found.append(trainer.shards.norm().item())
+            before = scale
+    return found
 
 
 def check_fixed_point(dtype: torch.dtype, fraction: int) -> None:

@@ -12,7 +12,7 @@ from dtgpt.optim.balance.state import Balances
 from dtgpt.parallel.exact_tp.tree import Share
 from dtgpt.parallel.more_pieces import build, joint, stacks
 from dtgpt.parallel.more_pieces.owners import Owners
-from tests.support.bodies_exact import bits_and_choices
+from tests.support.bodies_exact import bits_of_gradients
 from tests.support.bodies_exact_tp import check_close
 from tests.support.interpreter import let_kernels_loop
 
@@ -43,10 +43,10 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def choices_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
-    """Return what `bits_and_choices` does of a run with a fault."""
+def bits_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
+    """Return what `bits_of_gradients` does of a run with a fault."""
     with mock.patch.object(*FAULTS[fault]):
-        return bits_and_choices(recipe)
+        return bits_of_gradients(recipe)
 
 
 def check_kernels() -> None:

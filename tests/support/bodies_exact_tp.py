@@ -14,7 +14,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.exact_tp import build, loss, products, rows, tree
 from dtgpt.parallel.exact_tp.tree import Share
 from tests.support.bodies_engine import inference_stages, training_stages
-from tests.support.bodies_exact import all_by_rows, bits_of_steps, losses_kept
+from tests.support.bodies_exact import all_by_rows, bits_of_gradients, losses_kept
 from tests.support.interpreter import let_kernels_loop
 
 
@@ -46,9 +46,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 def bits_with_fault(fault: str, recipe: Recipe) -> dict[str, str]:
-    """Return what `bits_of_steps` does of a run with a fault."""
+    """Return what `bits_of_gradients` does of a run with a fault."""
     with mock.patch.object(*FAULTS[fault]):
-        return bits_of_steps(recipe)
+        return bits_of_gradients(recipe)
 
 
 def trained_and_scored(config: ModelConfig, plan: str) -> tuple[Tensor, Tensor]:
