@@ -85,16 +85,15 @@ class Recorder:
     def attached(self, stages: list[Decoder]) -> Iterator[None]:
         """Record passes through `stages` while the context lasts."""
         handles = []
+        watched = [(module, module.seen) for stage in stages for module in routers(stage)]
         for index, stage in enumerate(stages):
             handles.append(stage.register_forward_pre_hook(partial(self._begin, str(index))))
             handles.append(stage.register_forward_hook(lambda *_: self._present.clear()))
+            unseen = spread_out(stage)
             for name, module in stage.named_modules():
-                if name and not name.startswith(spread_out(stage)):
+                if name and not name.startswith(unseen):
                     handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
                     handles.append(module.register_forward_hook(partial(self._after, name)))
-        watched = [(module, module.seen) for stage in stages for module in routers(stage)]
-        for stage in stages:
-            for name, module in stage.named_modules():
                 if isinstance(module, Router):
                     module.seen = partial(self._choose, name, module.seen)
         try:

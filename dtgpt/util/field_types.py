@@ -135,6 +135,7 @@ def misfit(value: Any, hint: Any) -> str | None:
     return " or ".join(_words(choice) for choice in choices)
 
 
+@functools.cache
 def kinds_of(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the only kind that `hint` is."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

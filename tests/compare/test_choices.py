@@ -10,7 +10,7 @@ from dtgpt.compare.verdict import Limits, difference, first_state
 from dtgpt.models.families.olmoe import OlmoeConfig
 from dtgpt.optim.balance.config import BalanceConfig
 from tests.models.moe.test_mixture import MANY as FOUR
-from tests.support.ranks import pool
+from tests.support.ranks import pool, several
 from tests.support.runs import traced_record
 
 pytestmark = pytest.mark.slow(10)
@@ -25,7 +25,7 @@ STATE = "state = next(s for s in trainer.optimizer.states if s.name == 'balance'
 TIE = f"{ROUTER}.weight.data[3] = {ROUTER}.weight.data[1]\n"  # of scores
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def recipe(tiny):
     balance = BalanceConfig(bias_step=0.01, loss=0.1, z_loss=0.01)
     return replace(tiny, model=OLMOE, micro_batch_size=4, balance=balance)
@@ -36,7 +36,8 @@ def held(tmp_path_factory):
     """Return what holds a run with a change against one process. tie: a change of both."""
     made: dict[str, tuple] = {}
 
-    def run(recipe, change: str = "", plan: str = "single", steps: int = 1, tie: str = ""):
+    def begin(recipe, change: str = "", plan: str = "single", steps: int = 1, tie: str = ""):
+        """Return the reference, and what `traced_record` is given."""
         key = repr((recipe, steps, tie))
         if key not in made:
             folder = tmp_path_factory.mktemp("choices")
@@ -47,27 +48,62 @@ def held(tmp_path_factory):
         folder, reference, runs = made[key]
         runs.append(change)
         tracing = Tracing(folder / f"other-{len(runs)}", folder / "shared", is_reference=False)
-        given = replace(recipe, plan=plan), tracing, tie + change, steps
-        record = traced_record(*given) if plan == "single" else pool().run(2, traced_record, *given)[0]
-        return record, locate(reference, record, tracing.file, 1e-5)
+        return reference, (replace(recipe, plan=plan), tracing, tie + change, steps)
 
+    def end(reference, given, record):
+        return record, locate(reference, record, given[1].file, 1e-5)
+
+    def run(*case, **more):
+        reference, given = begin(*case, **more)
+        return end(reference, given, traced_record(*given))
+
+    def on_two_ranks(cases: list[dict]):
+        """Return the same of each case, in one group: its meshes and the cuts of operations are made once."""
+        begun = [begin(**case) for case in cases]
+        records = pool().run(2, several, [(traced_record, *given) for _, given in begun])[0]
+        return [end(*each, record) for each, record in zip(begun, records, strict=True)]
+
+    run.on_two_ranks = on_two_ranks
     run.reference = lambda recipe, steps: made[repr((recipe, steps, ""))][1].record
     return run
 
 
-@pytest.mark.parametrize("plan", ["single", "dp2_zero3", "pp2_1f1b", "tp2_sp", "cp2"])
-def test_a_right_run_has_the_choices_and_loads_of_the_reference(recipe, held, plan):
-    record, found = held(recipe, plan=plan)
+RIGHT = ("dp2_zero3", "pp2_1f1b", "tp2_sp", "cp2")
+
+
+@pytest.fixture(scope="module")
+def right(recipe, held):
+    """Return what `held` says of each plan."""
+    plans = held.on_two_ranks([{"recipe": recipe, "plan": plan} for plan in RIGHT])
+    return {"single": held(recipe), **dict(zip(RIGHT, plans, strict=True))}
+
+
+@pytest.mark.parametrize("plan", ["single", *RIGHT])
+def test_a_right_run_has_the_choices_and_loads_of_the_reference(right, plan):
+    record, found = right[plan]
     assert found.fault is None and record.turned == 0 and record.chosen == 8 * 16 * 3
     assert sum(record.loads[0]["1"]) == 8 * 16 * 2
 
 
-@pytest.mark.parametrize(("plan", "recompute"), [("single", "full"), ("tp2_sp", "none"), ("cp2", "full")])
-def test_choices_that_rounding_turns_over_are_counted_and_no_fault(recipe, held, plan, recompute):
-    """The scores of two experts are equal, and one moves by its last bit."""
-    recipe = replace(recipe, balance=BalanceConfig(loss=0.1), recompute=recompute)
-    recipe = replace(recipe, model=replace(OLMOE, corrects_choice=False))
-    record, found = held(recipe, f"{ROUTER}.weight.data[3] *= 1 + 2.0**-22", plan, tie=TIE)
+ROUNDED = {"single": "full", "tp2_sp": "none", "cp2": "full"}  # how much is computed again
+
+
+@pytest.fixture(scope="module")
+def rounded(recipe, held):
+    """Return what `held` says of each plan where the scores of two experts are equal, and one moves by its last bit."""
+    recipe = replace(recipe, balance=BalanceConfig(loss=0.1), model=replace(OLMOE, corrects_choice=False))
+    change = f"{ROUTER}.weight.data[3] *= 1 + 2.0**-22"
+    cases = {
+        plan: {"recipe": replace(recipe, recompute=how), "change": change, "plan": plan, "tie": TIE}
+        for plan, how in ROUNDED.items()
+    }
+    alone = held(**cases.pop("single"))
+    return {"single": alone, **dict(zip(cases, held.on_two_ranks(list(cases.values())), strict=True))}
+
+
+@pytest.mark.parametrize("plan", ROUNDED)
+def test_choices_that_rounding_turns_over_are_counted_and_no_fault(rounded, plan):
+    record, found = rounded[plan]
     assert found.fault is None and 0 < record.turned < record.chosen
     assert {flip.module for flip in record.flips} == {"blocks.1.mlp.router"}
     assert all({flip.ours, flip.theirs} == {1, 3} and flip.gap < 1e-6 for flip in record.flips)
@@ -175,8 +211,15 @@ FAULTS_OF_TP = {  # each on all ranks
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def faults_of_tp(recipe, held):
+    """Return what `held` says of each fault. Of one micro-batch: right runs sum the gradients of several."""
+    given = {"recipe": replace(recipe, model=MANY, micro_batch_size=8), "plan": "tp2"}
+    found = held.on_two_ranks([{**given, "change": change} for change, _ in FAULTS_OF_TP.values()])
+    return dict(zip(FAULTS_OF_TP, found, strict=True))
+
+
 @pytest.mark.parametrize("name", FAULTS_OF_TP)
-def test_a_fault_of_ranks_that_share_experts_is_located(recipe, held, name):
-    change, module = FAULTS_OF_TP[name]
-    _, found = held(replace(recipe, model=MANY), change, "tp2")
-    assert found.fault is not None and found.fault.module.startswith(module), found.fault
+def test_a_fault_of_ranks_that_share_experts_is_located(faults_of_tp, name):
+    _, found = faults_of_tp[name]
+    assert found.fault is not None and found.fault.module.startswith(FAULTS_OF_TP[name][1]), found.fault

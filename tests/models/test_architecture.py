@@ -11,11 +11,13 @@ from torch import nn
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.options import Options
-from dtgpt.models.binding import BoundModule
+from dtgpt.models.binding import BoundModule, on_meta
 from dtgpt.models.decoder import Decoder, unique_parameters
+from dtgpt.models.families.track3 import Track3Config
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import Core, _cores, inventory
 from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.measured_cores.measure import measure
 from dtgpt.models.shared.flops import flops_per_token
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
@@ -28,7 +30,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.report import describe_plan
 from tests.support import bodies_engine
-from tests.support.families import OURS
+from tests.support.families import OURS, OURS_WITH_EXPERTS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
@@ -80,6 +82,17 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     assert flops_per_token(config, 16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
     assert [f"{name}.weight" for name in fp8_matrices(config)] == matrices
+
+
+def test_the_sizes_that_cores_of_families_say_are_those_that_they_are_given():
+    own = {"gpt2": GPT2Config(**SHAPE), "track3": Track3Config(**SHAPE)}
+    for name, config in (own | OURS | OURS_WITH_EXPERTS).items():
+        parts = inventory(config)
+        for block in range(config.num_layers):
+            with on_meta():
+                made = config.make_block(block)
+            assert all(module.heads for module in made.modules() if isinstance(module, AttentionCore)), name
+            assert parts.cores(block) == measure(config, block, made), (name, block)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixed", "windowed", *OURS])

@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(folder, tmp_path_factory):
     path, draw = tmp_path_factory.mktemp("pairs"), random.Random(3)
-    short = [text(draw)[:4] for _ in range(300)]
+    short = [text(draw)[:4] for _ in range(120)]  # pairs for 4 steps, and for validation: each run scores all of them
     pairs = [
         {"prompt": a, "chosen": f"good {b}", "rejected": f"{c} bad"}
         for a, b, c in zip(short[::3], short[1::3], short[2::3], strict=True)
@@ -161,24 +161,38 @@ def dpo(recipe, prepared, base):
     return change(
         recipe, model=open_config(base), data=replace(recipe.data, path=prepared, tokenizer="auto", split="80,20,0"),
         dpo=DpoConfig(beta=BETA), init_from=str(base), optimizer=constant(2e-3), steps=STEPS, micro_batch_size=2,
-        global_batch_size=8, log=LogConfig(interval=1, eval_interval=2, eval_samples=8, sample_tokens=0),
+        global_batch_size=4, log=LogConfig(interval=1, eval_interval=2, eval_samples=8, sample_tokens=0),
     )  # fmt: skip
 
 
 # By the number of ranks: plans and the size of their micro-batches. Ranks of cp have slices of answers.
 PLANS = {
     1: {"single": 4},
-    2: {"dp2_zero3": 1, "tp2_sp": 4, "pp2": 2, "cp2_zero3": 8},
-    4: {"cp2_tp2": 8, "dp2_cp2": 2},
+    2: {"dp2_zero3": 1, "tp2_sp": 2, "pp2": 1, "cp2_zero3": 4},
+    4: {"cp2_tp2": 4, "dp2_cp2": 1},
 }
 GO_ON = {"single", "dp2_zero3", "dp2_cp2", "tp2"}
 
 
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """Return what gives `train_pairs` of one process over some steps, made once."""
+    made: dict[str, tuple] = {}
+
+    def of(recipe, steps=STEPS):
+        key = repr((replace(recipe, runs=""), steps))
+        if key not in made:
+            made[key] = train_pairs(recipe, tmp_path_factory.mktemp("one"), steps)
+        return made[key]
+
+    return of
+
+
 @pytest.mark.parametrize("world", PLANS)
-def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, tmp_path, world):
+def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, of_one_process, tmp_path, world):
     """Of four ranks, by means over tokens."""
     dpo = replace(dpo, dpo=DpoConfig(beta=BETA, loss="ipo")) if world == 4 else dpo
-    expected, figures = train_pairs(dpo, tmp_path / "one", STEPS)
+    expected, figures = of_one_process(dpo)
     begin = (1 / (2 * BETA)) ** 2 if world == 4 else np.log(2)
     assert expected[0] == pytest.approx(begin, rel=1e-6) and expected[-1] < expected[0] - 0.01
     assert figures[0]["reward_margin"] == 0.0  # the reference has the bits of the first step
@@ -251,33 +265,38 @@ def test_steps_are_those_of_the_formula_in_transformers(dpo, base, loss, steps):
             assert trainer.mean_loss(trainer.train_step()) == pytest.approx(theirs.item(), rel=1e-5), step
 
 
-def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
+def test_adapters_prefer_relative_to_their_base(dpo, of_one_process, tmp_path):
     with_adapters = replace(dpo, lora=LoraConfig(rank=4), optimizer=replace(dpo.optimizer, lr=1e-2))
-    expected, figures = train_pairs(with_adapters, tmp_path / "one", STEPS)
+    expected, figures = of_one_process(with_adapters)
     assert figures[0]["reward_margin"] == 0.0 and expected[-1] < expected[0] - 0.01
     assert_follow([replace(with_adapters, plan=plan) for plan in ("tp2", "cp2")], tmp_path, expected, figures)
 
 
-@pytest.fixture
-def of_experts(dpo, tmp_path):
-    """The same of a mixture of experts, whose routers are balanced."""
-    path = tmp_path / "experts"
+@pytest.fixture(scope="module")
+def base_of_experts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experts")
     sizes = {"vocab_size": 320, "num_hidden_layers": 2, "num_experts": 6, "max_position_embeddings": LENGTH}
     their_model("olmoe", **sizes).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def of_experts(dpo, base_of_experts):
+    """The same of a mixture of experts, whose routers are balanced."""
     balance = BalanceConfig(loss=0.5, z_loss=0.1)
-    return replace(dpo, model=open_config(path), init_from=str(path), balance=balance)
+    return replace(dpo, model=open_config(base_of_experts), init_from=str(base_of_experts), balance=balance)
 
 
 @pytest.mark.parametrize(("lora", "plan"), [(0, "dp2_zero3"), (4, "pp2")])
-def test_mixtures_of_experts_prefer_under_every_plan(of_experts, tmp_path, lora, plan):
+def test_mixtures_of_experts_prefer_under_every_plan(of_experts, of_one_process, tmp_path, lora, plan):
     recipe = of_experts
     if lora:
         recipe = replace(of_experts, lora=LoraConfig(rank=lora), optimizer=replace(of_experts.optimizer, lr=1e-2))
-    expected, figures = train_pairs(recipe, tmp_path / "one", STEPS)
+    expected, figures = of_one_process(recipe)
     assert figures[0]["reward_margin"] == 0.0 and expected[-1] < expected[0] - 0.01
-    unbalanced, _ = train_pairs(replace(recipe, balance=BalanceConfig()), tmp_path / "unbalanced", STEPS)
-    assert unbalanced[0] == expected[0] and unbalanced[-1] != pytest.approx(expected[-1], abs=1e-6)
-    assert_follow([replace(recipe, plan=plan)], tmp_path, expected, figures)
+    unbalanced, _ = of_one_process(replace(recipe, balance=BalanceConfig()), 2)
+    assert unbalanced[0] == expected[0] and unbalanced[1] != pytest.approx(expected[1], abs=1e-6)
+    assert_follow([replace(recipe, plan=plan, micro_batch_size=1)], tmp_path, expected, figures)
 
 
 def test_padding_of_pairs_counts_in_no_load(of_experts):
@@ -355,6 +374,7 @@ def test_what_pairs_cannot_be_trained_with_is_refused(dpo, folder, prepared, tmp
 
 def test_the_gate_pairs_samples_of_pairs_and_compares_their_validation_loss(dpo, tmp_path):
     tracing = [Tracing(tmp_path / name, tmp_path / "shared", name == "one") for name in ("one", "other")]
+    dpo = replace(dpo, global_batch_size=8)
     reference = Reference(tmp_path / "one", traced_record(dpo, tracing[0], steps=2))
     assert problem_of_reference(reference, None) is None and reference.record.held_out is not None
     ours, *_ = pool().run(2, traced_record, replace(dpo, micro_batch_size=4, plan="cp2"), tracing[1], "", 2)

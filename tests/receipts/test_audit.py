@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_the_lines_of_one_that_did_not_stop(recipe):
 @pytest.mark.parametrize("interval", [50, 3])
 def test_mean_losses_are_those_of_the_intervals_of_a_run(recipe, interval):
     """The first step and the last one are recorded, too, within an interval that neither of them ends."""
-    log = LogConfig(interval=interval, eval_interval=0, sample_tokens=0)
+    log = LogConfig(interval=interval, eval_interval=0, eval_samples=4, sample_tokens=0)
     run = train_with_receipts(recipe, 7, exit_interval=5, log=log)
     train_with_receipts(recipe, 7, resume=str(run), log=log)
     assert check(run)["status"] == 0

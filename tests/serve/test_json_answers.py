@@ -1,6 +1,7 @@
 """Answers that keep to JSON or to a call of a tool, with OpenAI's own client and LangChain against a live server."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
@@ -52,8 +53,8 @@ FORMAT = {
 @contextmanager
 def address_of(folder, family="chatml", template=None):
     tokenizer = open_tokenizer(str(write_tokenizer(folder, family, template)))
-    model = tiny_model(seq_length=1024, vocab_size=320, init_std=0.3)
-    with served(model, tokenizer, slots=4) as service, live_server(service) as address:
+    model = tiny_model(seq_length=1024, vocab_size=320, init_std=0.3, num_layers=1)
+    with served(model, tokenizer, slots=8) as service, live_server(service) as address:
         yield f"{address}/v1"
 
 
@@ -84,6 +85,12 @@ def create(client, **options):
     return client.chat.completions.create(**asked)
 
 
+def create_all(client, each):
+    """Return the answers to requests with these options, which share the steps of the engine."""
+    with ThreadPoolExecutor(len(each)) as threads:
+        return list(threads.map(lambda options: create(client, **options), each))
+
+
 def test_an_answer_keeps_to_a_schema_also_in_a_stream(client):
     answer = create(client, response_format=FORMAT, n=2)
     for choice in answer.choices:
@@ -96,8 +103,8 @@ def test_an_answer_keeps_to_a_schema_also_in_a_stream(client):
 
 
 def test_an_answer_is_an_object(client):
-    for seed in range(3):
-        answer = create(client, response_format={"type": "json_object"}, seed=seed, logit_bias={"0": -100})
+    asked = {"response_format": {"type": "json_object"}, "logit_bias": {"0": -100}}
+    for answer in create_all(client, [{**asked, "seed": seed} for seed in range(3)]):
         choice = answer.choices[0]
         assert choice.message.content.startswith("{")
         assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
@@ -133,26 +140,28 @@ def test_langchain_has_structured_output(address, hermes, method):
 
 
 def test_an_answer_must_call_a_tool(hermes):
-    def called(**options):
-        choice = create(hermes, tools=[ADD, NOW], parallel_tool_calls=False, **options).choices[0]
+    asked = {"tools": [ADD, NOW], "parallel_tool_calls": False}
+    named = {**asked, "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    required = [{**asked, "tool_choice": "required", "seed": seed} for seed in range(5)]
+    free = {"tools": [ADD], "tool_choice": "required", "logit_bias": {"10": 9}, "seed": 8}
+    *choices, several = (answer.choices[0] for answer in create_all(hermes, [named, *required, free]))
+    called = []
+    for choice in choices:
         assert choice.finish_reason == "tool_calls" and not choice.message.content
-        return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
-
-    found = {name for seed in range(5) for name, _ in called(tool_choice="required", seed=seed)}
-    assert found == {"add", "now"}
-    named = {"type": "function", "function": {"name": "add"}}
-    ((name, arguments),) = called(tool_choice=named)
+        called.append([(one.function.name, json.loads(one.function.arguments)) for one in choice.message.tool_calls])
+    ((name, arguments),), *others = called
     assert name == "add" and 0 <= arguments["a"] <= 9
-    several = create(hermes, tools=[ADD], tool_choice="required", logit_bias={"10": 9}).choices[0].message
-    assert len(several.tool_calls) > 1
+    assert {name for calls in others for name, _ in calls} == {"add", "now"}
+    assert len(several.message.tool_calls) > 1
 
 
 def test_an_answer_keeps_to_a_schema_or_calls_a_tool(hermes):
     """As agents ask whose last answer has a type."""
-    kinds = set()
-    for seed in range(6):
-        bias = {"60": 6} if seed % 2 else {}
-        choice = create(hermes, tools=[ADD, NOW], response_format=FORMAT, seed=seed, logit_bias=bias).choices[0]
+    kinds, asked = set(), {"tools": [ADD, NOW], "response_format": FORMAT}
+    each = [{**asked, "seed": seed, "logit_bias": {"60": 6} if seed % 2 else {}} for seed in range(6)]
+    forced = {"tools": [NOW], "response_format": FORMAT, "tool_choice": "required", "parallel_tool_calls": False}
+    first, *others = (answer.choices[0] for answer in create_all(hermes, [forced, *each]))
+    for choice in others:
         kinds.add(choice.finish_reason)
         if choice.finish_reason == "tool_calls":
             assert not choice.message.content
@@ -160,8 +169,7 @@ def test_an_answer_keeps_to_a_schema_or_calls_a_tool(hermes):
         elif choice.finish_reason == "stop":
             assert Person.model_validate_json(choice.message.content) and not choice.message.tool_calls
     assert {"tool_calls", "stop"} <= kinds
-    forced = create(hermes, tools=[NOW], response_format=FORMAT, tool_choice="required", parallel_tool_calls=False)
-    assert forced.choices[0].message.tool_calls[0].function.name == "now"
+    assert first.message.tool_calls[0].function.name == "now"
 
 
 class Cat(BaseModel, extra="forbid"):
@@ -183,10 +191,8 @@ def test_tagged_unions(client):
     schema = Pets.model_json_schema()
     assert "oneOf" in json.dumps(schema)
     form = {"type": "json_schema", "json_schema": {"name": "Pets", "schema": schema}}
-    found = [
-        Pets.model_validate_json(create(client, response_format=form, seed=s).choices[0].message.content)
-        for s in range(6)
-    ]
+    answers = create_all(client, [{"response_format": form, "seed": seed} for seed in range(6)])
+    found = [Pets.model_validate_json(answer.choices[0].message.content) for answer in answers]
     assert {type(pet) for each in found for pet in each.pets} == {Cat, Dog}
 
 

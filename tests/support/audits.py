@@ -52,7 +52,7 @@ def with_receipts(recipe: Recipe, steps: int, plan: str = "single", parts: int =
     return replace(recipe, **{
         "steps": steps, "plan": plan, "micro_batch_size": 2,
         "receipts": ReceiptsConfig(on=True, parts=parts), "checkpoint": CheckpointConfig(interval=2, keep_last=0),
-        "log": LogConfig(interval=1, eval_interval=0, sample_tokens=0), **values,
+        "log": LogConfig(interval=1, eval_interval=0, eval_samples=4, sample_tokens=0), **values,
     })  # fmt: skip
 
 

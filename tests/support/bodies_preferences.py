@@ -41,10 +41,10 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
 
 
 def train_without_room_for_its_reference(recipe: Recipe) -> str:
-    """What ends a run that can write 1,500 bytes of its reference."""
+    """What ends a run that can write 500 bytes of its reference."""
 
     def save(run: Path, data: PairDataset) -> None:
-        with files_of_at_most(1500):
+        with files_of_at_most(500):
             save_reference(run, data)
 
     with mock.patch.object(objective, "save_reference", save):

@@ -153,7 +153,9 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=False)
         self.q_norm, self.k_norm = HeadNorm(config.head_dim), HeadNorm(config.head_dim)
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore(window=window, scale=config.attention_scalar**-0.5)
+        self.core = AttentionCore(
+            window=window, scale=config.attention_scalar**-0.5, heads=(config.num_kv_heads, config.head_dim)
+        )
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

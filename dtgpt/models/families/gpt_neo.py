@@ -46,4 +46,4 @@ class Attention(GPT2Attention):
 
     def __init__(self, config: GPTNeoConfig, window: int | None):
         super().__init__(config, qkv_bias=False)
-        self.core = AttentionCore(window=window, scale=1.0)
+        self.core = AttentionCore(window=window, scale=1.0, heads=(config.num_heads, config.head_dim))

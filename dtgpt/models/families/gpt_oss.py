@@ -114,7 +114,7 @@ class Attention(LlamaAttention):
 
     def __init__(self, config: GptOssConfig, window: int | None):
         super().__init__(config, window, biases="all")
-        self.core = AttentionCore(window=window, sinks=config.num_heads)
+        self.core = AttentionCore(window, config.num_heads, heads=(config.num_kv_heads, config.head_dim))
 
 
 class MLP(nn.Module):

@@ -122,7 +122,7 @@ class Attention(nn.Module):
         self.q_norm = JointNorm(config.num_heads * config.head_dim, config.norm_eps)
         self.k_norm = JointNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore(window=window)
+        self.core = AttentionCore(window=window, heads=(config.num_kv_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Branch:

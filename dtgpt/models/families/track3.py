@@ -157,7 +157,7 @@ class Attention(nn.Module):
         self.eps, self.scale = config.norm_eps, config.attention_scale * math.sqrt(config.head_dim)
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore()
+        self.core = AttentionCore(heads=(config.num_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, context: Context) -> Branch:

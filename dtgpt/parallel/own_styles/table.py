@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from dtgpt.config.plan import Plan
+from dtgpt.models.binding import on_meta
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
@@ -53,7 +54,7 @@ def check_plan(plan: Plan, model: ModelConfig, seq_length: int) -> None:
 def with_own_styles(config: ModelConfig, plan: Plan, default: Table, peers: Collectives | None) -> Table:
     """Return the plan's own entries, the most specific first, then the `default` ones: the first that matches a module
     counts. Raises UserError for a pattern that names no module, or one whose style follows from others."""
-    with torch.device("meta"):
+    with on_meta():
         model = Decoder(config)
     _check_own(plan.table, model)
     row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
