@@ -6,6 +6,9 @@ default, a step of a small model is a search.
 
 import gc
 
+from dtgpt.parallel.launch import code_digests
+
+code_digests()  # for which each start reads all sources, once in a process
 THRESHOLDS = 10_000, 20, 10  # objects between two searches; 700, 10, 10 by default
 gc.collect()
 gc.freeze()
