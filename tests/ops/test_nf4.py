@@ -69,6 +69,13 @@ def test_a_part_has_the_bits_of_the_whole(rows, blocks):
     assert torch.equal(dequantise(part, place, torch.bfloat16), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_is_told_the_shape_and_the_type(dtype):
+    made = quantise(matrix())
+    told = dequantise(Nf4(*(each.to("meta") for each in made)), whole(made), dtype)
+    assert told.shape == matrix().shape and told.dtype == dtype and told.is_meta
+
+
 def test_a_product_keeps_its_4_bits_alone_and_has_the_gradient_of_its_input():
     made, x = quantise(matrix()), torch.randn(2, 3, 5 * BLOCK).requires_grad_()
     plain, weight = x.detach().clone().requires_grad_(), dequantise(made, whole(made), torch.float32)
