@@ -370,8 +370,8 @@ FAULTS = [
     Fault(
         "gpt_neo: scores are divided by the root of the size of a head",
         "dtgpt/models/families/gpt_neo.py",
-        "AttentionCore(window=window, scale=1.0)",
-        "AttentionCore(window=window)",
+        "AttentionCore(window=window, scale=1.0, ",
+        "AttentionCore(window=window, ",
     ),
     Fault(
         "gemma3: scores are divided by the root of the size of a head",
