@@ -114,7 +114,7 @@ def test_mixtures_learn_chats_under_every_plan_and_count_no_filling(recipe, tmp_
             counted.append(sum(len(part) for part in parts if (part[:, 1] & COUNTS).any()))
             assert [sum(layer) for layer in loads] == [3 * counted[-1]] * 2
         assert 0 < min(counted) < 4 * 128
-    for plan in ("dp2_zero3", "pp2"):
+    for plan in ("dp2_zero3", "pp2", "cp2"):
         found = pool().run(2, balanced_steps, replace(chats, plan=plan))[0]
         assert found.loads == whole.loads and found.losses == pytest.approx(whole.losses, abs=1e-6), plan
         assert found.figures[-1] == pytest.approx(whole.figures[-1], rel=1e-5), plan
