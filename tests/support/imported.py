@@ -8,7 +8,7 @@ import gc
 
 from dtgpt.parallel.launch import code_digests
 
-code_digests()  # for which each start reads all sources, once in a process
+code_digests()  # each start compares them: forks need not read all sources again
 THRESHOLDS = 10_000, 20, 10  # objects between two searches; 700, 10, 10 by default
 gc.collect()
 gc.freeze()
