@@ -74,7 +74,7 @@ def test_a_row_meets_the_adapter_of_its_expert_alone():
 
 
 PLANS = {
-    "olmoe": ["dp2_zero3"],
+    "olmoe": ["dp2_zero3", "pp2", "dp2_ep2"],
     "qwen2_moe": ["dp2_pp2_zero1", "dp2_ep2_tp2_sp_zero1"],
     "gpt_oss_moe": ["dp3_zero2", "cp2_ep2_tp2"],
 }
