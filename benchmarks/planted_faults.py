@@ -1,6 +1,6 @@
 """Faults of one line, planted on purpose in a clone of HEAD: which tests find them?
 
-    python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: half an hour
+    python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: an hour
     python benchmarks/planted_faults.py results.jsonl --only ramp    # whose names contain the word
     python benchmarks/planted_faults.py drawn.jsonl --drawn 50       # and 50 changes of functions, drawn by --seed
     python benchmarks/planted_faults.py after.jsonl --again drawn.jsonl    # those of a file that were found, again
