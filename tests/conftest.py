@@ -126,9 +126,14 @@ def pytest_terminal_summary(terminalreporter, config):
             for report in reports
             if hasattr(report, "duration") and (budget := dict(report.user_properties).get("budget"))
         ]  # a test that ended its process has none
+        skipped = {
+            dict(report.user_properties).get("budget", [""])[0]
+            for report in terminalreporter.stats.get("skipped", [])
+            if hasattr(report, "duration")
+        }
         times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"
         times *= recorded_map.TIMES if recorded_map.records(config) else 1
-        for line in wrong_marks(found, times, all_ran):
+        for line in wrong_marks(found, times, all_ran, skipped):
             terminalreporter.write_line(line)
 
 

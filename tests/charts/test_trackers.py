@@ -89,7 +89,7 @@ def of_comet(run: Path):
     return key, params, [point for point in points if point[1] != "process duration"]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("name, package, read", [
     ("mlflow", "mlflow", of_mlflow), ("trackio", "trackio", of_trackio), ("comet", "comet_ml", of_comet),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, newest_run
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(2)
 
 
 class Service:

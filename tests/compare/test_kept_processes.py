@@ -57,7 +57,7 @@ def test_runs_in_kept_processes_have_the_bits_of_those_in_new_ones(tmp_path):
 
 
 @pytest.mark.cuda
-@pytest.mark.slow(1)
+@pytest.mark.slow(120)
 def test_runs_in_a_kept_process_on_a_gpu_have_the_bits_of_those_in_new_ones(tmp_path):
     """One GPU, runs in other types and with other kernels in between, captured steps too."""
     on_gpu = ("--device", "cuda", "--plan", "single")

@@ -19,7 +19,7 @@ from tests.support import example_objective
 from tests.support.example_objective import FocalLoss, SmoothingConfig, SmoothingRecipe, in_use
 from tests.support.runs import change, traced_record
 
-pytestmark = pytest.mark.slow(2)
+pytestmark = pytest.mark.slow(20)
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257, "dropout": 0.1}
 PAGE = re.search(r"```python\n(.*?)```", SEAMS, re.S)[1]

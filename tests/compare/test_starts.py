@@ -53,7 +53,7 @@ def test_odd_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
     assert starts.read_bytes().splitlines()[:-1] == [first, *odd] and read_starts(newest_run(recipe))[-1]["step"] == 2
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_a_run_with_odd_metrics_goes_on_to_its_end(recipe):
     """The picture and the line of losses at the end are of what can be drawn."""
     recipe = change(recipe, steps=2, log={"sample_tokens": 0, "tensorboard": True})

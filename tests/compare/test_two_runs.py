@@ -248,7 +248,7 @@ def test_mistakes_are_one_sentence(write, compare, words, sentence):
     assert code == 2 and sentence in out, out
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name, content", [
     ("metrics.jsonl", b'{"step": 1, "step_loss": 1e400}\n{"step": 2, "step_loss": %s}\n' % (b"9" * 4000)),
     ("metrics.jsonl", b'{"step": 1, "step_loss": "\\u001b[2J", "loss": [1], "x/y": {}}\n'),

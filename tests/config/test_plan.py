@@ -263,7 +263,7 @@ def test_zbv_is_not_compiled(recipe):
         replace(zbv, compile="on").plan_for(2)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("module", ["blocks.*.attn.qkv", "blocks.*.mlp.proj"])
 def test_a_parameter_without_a_style_is_refused_under_sequence_parallelism(module):
     plan = ResolvedPlan(dp=1, tp=2, sequence_parallel=True, table={module: None})

@@ -21,7 +21,7 @@ from tests.support.vocabularies import tokenizer_json
 
 datasets = pytest.importorskip("datasets", minversion="4")
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(6)
 ROWS = [{"text": f"the quick brown fox {i} ½ jumps", "more": None, "n": i, "raw": b"\xff"} for i in range(300)]
 CHATS = [[{"role": "user", "content": f"how many? {i}"}, {"role": "assistant", "content": str(i)}] for i in range(9)]
 

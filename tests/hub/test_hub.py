@@ -19,7 +19,7 @@ from huggingface_hub import constants  # noqa: E402
 
 from dtgpt.hub import fetch  # noqa: E402
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(6)
 COMMIT = "0123456789" * 4
 
 

@@ -81,7 +81,7 @@ def test_a_prompt_longer_than_the_model_is_padded_to_nothing():
     assert padded_length(2049, 4096) is None
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2_pp2", 4)])
 def test_the_cache_of_a_prompt_is_that_of_the_prompt_alone(plan, world):
     """Up to rounding, on a CPU. Commands of rank 0 reach all ranks, and stages the positions of all prompts."""

@@ -21,7 +21,7 @@ from tests.support.server import client, served
 from tests.support.vocabularies import sentencepiece_model
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(5)
 
 BEGIN, TURN, END = (NAMES.index(name) for name in ("<s>", "<|im_start|>", "<|im_end|>"))
 CHAT = "<s><|im_start|>user\nHello world<|im_end|>\n"

@@ -214,7 +214,7 @@ def test_a_window_that_hides_nothing_is_no_other_model(tmp_path):
     refused(lambda: check_same_model(tmp_path, *(replace(c, seq_length=65) for c in (held, older))), "window 64 there")
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])
 def test_a_run_begins_with_a_folder_under_any_plan(recipe, tmp_path, plan):
     their_model("qwen3", vocab_size=257, num_key_value_heads=2, hidden_size=40).save_pretrained(tmp_path / "qwen3")

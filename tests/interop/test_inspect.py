@@ -88,7 +88,7 @@ def test_a_run_is_its_checkpoints_and_the_newest_of_them_in_full(run, inspect):
     assert "\n".join(lines[3:]) + "\n" == inspect(newest(run))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["single", "tp2"])
 def test_a_checkpoint_says_step_plan_sizes_and_the_digest_of_every_file(recipe, inspect, plan):
     target = change(recipe, plan=plan)
@@ -188,7 +188,7 @@ def test_digests_tell_the_values_of_every_parameter(run, inspect, tmp_path):
     assert all(before[name] != found[name] for name in found)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_digests_are_the_same_whatever_plan_wrote_the_weights(recipe, command, inspect, run, tmp_path):
     """A run of tp2 begins with the weights of another, and leaves them as they are."""
     frozen = {"lr": 1e-30, "weight_decay": 0.0, "warmup": 0, "schedule": "constant"}

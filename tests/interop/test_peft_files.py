@@ -77,7 +77,7 @@ def test_rows_of_other_tokens_are_told(tmp_path, rows, indices, words):
         Peft(with_rows(tmp_path, torch.ones(rows, 8), trainable_token_indices=indices), CONFIG)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("by_module", [True, False])
 def test_a_folder_of_peft_with_rows_gives_its_logits(tmp_path, tied, by_module):

@@ -177,7 +177,7 @@ def test_one_piece_is_in_memory_at_a_time(tmp_path):
 MCORE = os.environ.get("DTGPT_MEGATRON_CORE", sys.executable)  # a Python with megatron-core
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(60)
 @pytest.mark.skipif(
     sys.executable == MCORE and importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
 )

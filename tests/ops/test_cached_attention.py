@@ -56,7 +56,7 @@ def test_rows_attend_to_their_own_slot_up_to_their_position(kv_heads, dtype):
     assert keys[[1, 2]].isnan().all()
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("backend", get_args(Backend))
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_chunks_with_borders_anywhere_attend_as_the_whole_sequence(backend, kv_heads):

@@ -103,7 +103,7 @@ for name, dtype, tolerance in {cases}:
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(20)
 @pytest.mark.parametrize(
     "cases",
     ["('olmoe', torch.float32, 2e-5), ('gelu', torch.float32, 2e-5)", "('gpt_oss', torch.float16, 2e-2),",
@@ -139,7 +139,7 @@ check_blocks({name!r}, {rows})
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(30)
 @pytest.mark.parametrize(("name", "rows"), [("olmoe", 1), ("olmoe", 5), ("qwen3_moe", 1), ("mixtral", 17)])
 def test_blocks_of_kernels_are_the_modules(name, rows):
     """Their bounded heads that are normalised together, too."""
@@ -156,7 +156,7 @@ check_joined()
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(15)
 def test_joined_kernels_have_the_bits_of_those_that_they_replace():
     """Where the last group of K is not whole, and the new token is in the second of three splits."""
     run_interpreted(JOINED)

@@ -44,7 +44,7 @@ def test_a_linear_map_has_the_values_and_gradients_of_pytorchs():
         check(linear, F.linear, inputs)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.compiler
 def test_compiled_equals_eager():
     x, _, shift, *_ = draw((2, 3), 24, torch.float32)

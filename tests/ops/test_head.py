@@ -122,7 +122,7 @@ def test_a_scale_multiplies_the_gradients_and_not_the_loss():
         check(case._replace(scale=scale), [head_result(case._replace(scale=scale))])
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 def test_under_a_scale_fp16_gradients_of_a_large_vocabulary_are_those_of_float64():
     """They are of the size 1 / (300 * 50257), below what fp16 can tell apart."""
     case = make_case(50257, 50304, (1, 300), hidden=16, dtype=torch.float16)
@@ -131,7 +131,7 @@ def test_under_a_scale_fp16_gradients_of_a_large_vocabulary_are_those_of_float64
     check(case, head_results([case], 128 * 50304 * 2))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_a_scale_keeps_fp16_gradients_from_underflow():
     """A row of the weight that is nobody's target learns from shares of 2^-12 / 4096 rows, below all of fp16."""
     case, errors = make_case(4096, 4096, (4, 1024), hidden=8, dtype=torch.float16), []

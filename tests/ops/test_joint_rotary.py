@@ -70,7 +70,7 @@ check(*CASES[1], torch.float16, 4e-3)
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(8)
 def test_kernels_are_the_definition_in_the_interpreter():
     run_interpreted(INTERPRETED)
 

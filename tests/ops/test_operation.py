@@ -46,7 +46,7 @@ def test_an_operation_that_no_capability_serves_has_its_definition(example):
     assert example(*numbers(9)).tolist() == [1] * 9
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 def test_a_compiled_function_has_what_serves_it(example):
     """Also where the kernels are imported while it is traced, and where another shape is served by another one."""
     compiled = torch.compile(lambda x, w: example(x, w) * 2, fullgraph=True, backend="aot_eager", dynamic=False)

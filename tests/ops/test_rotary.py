@@ -93,7 +93,7 @@ def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype, placed
         check_rotary((2, 5, 3, 4, 10), dtype, normed, placed)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @BOTH
 def test_the_op_keeps_the_contract_of_custom_ops(normed):
     qkv, pair = torch.randn(2, 3, 1, 4, 6).requires_grad_(), weights(6, normed) or [None, None]

@@ -61,7 +61,7 @@ def test_the_length_decides_how_many_queries_a_program_computes(length, name, do
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(7)
 @pytest.mark.parametrize("length, documents, queries", [(1000, False, 128), (2048, True, 192)])
 def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents, queries, hopper, monkeypatch):
     """queries: of a program, in forward."""

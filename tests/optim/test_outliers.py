@@ -174,7 +174,7 @@ def test_an_outlier_that_is_not_skipped_changes_the_weights(watched):
     assert found[-1].metrics["skipped_outliers"] == 0
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 def test_muon_skips_the_outlier_on_all_ranks(watched):
     muon = MuonConfig(lr=1e-2, warmup=0, decay_steps=STEPS, skip_loss_z=2.4)
     found = pool().run(2, steps_with_an_outlier, replace(watched, plan="dp2", optimizer=muon), STRANGE, WINDOW)

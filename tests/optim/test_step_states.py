@@ -21,7 +21,7 @@ def example():
     seams.use(modules)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(4)
 def test_a_state_of_one_file_is_recorded_and_goes_on_after_a_resume(recipe, example, tmp_path):
     recipe = change(recipe, steps=4, log={"eval_interval": 0, "sample_tokens": 0}, checkpoint={"keep_last": 0})
     train(recipe)
@@ -62,7 +62,7 @@ def test_a_run_has_the_states_that_it_asks_for(recipe):
     assert names(precision="fp8", log={"show": "loss,z"}) == ["fp8_exponents", "outliers", "empty_steps"]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("entry", [{"fp8_exponents": "x"}, {"outliers": {}}, {"loss_scale": 2}, {"empty_steps": -1}])
 def test_an_entry_is_checked_also_where_no_run_takes_it(recipe, entry):
     train(change(recipe, steps=1, log={"eval_interval": 0, "sample_tokens": 0}))

@@ -11,7 +11,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, GPT2Config
 from dtgpt.parallel.balanced_stages.cut import EMBEDDING_COST, balanced_cut
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(2)
 
 TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks

@@ -193,7 +193,7 @@ def test_the_squares_of_rows_that_ranks_share_are_added_in_pieces():
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(8)
 def test_kernels_sum_the_rows_and_columns_of_pieces():
     run_interpreted("from tests.support.bodies_exact_tp import check_kernels; check_kernels()")
 
@@ -232,7 +232,7 @@ def test_all_plans_sum_the_rows_of_gradients_in_the_same_chains():
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("by_inputs", [True, False])
 def test_the_kernel_whose_warps_take_turns_compiles_without_a_gpu(by_inputs, monkeypatch):
     skip_unless_compiled()

@@ -180,7 +180,7 @@ def test_the_squares_of_stacks_are_added_in_pieces():
 
 
 @needs_triton
-@pytest.mark.slow(1)
+@pytest.mark.slow(8)
 def test_the_kernel_sums_pieces_of_the_rows_of_experts():
     run_interpreted("from tests.support.bodies_exact_stacks import check_kernels; check_kernels()")
 

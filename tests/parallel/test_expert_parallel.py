@@ -43,7 +43,7 @@ def moe(recipe) -> Recipe:
     return replace(recipe, model=OLMOE, optimizer=ADAMW, steps=2, micro_batch_size=2, global_batch_size=8)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("asks", [False, True])
 def test_where_all_tokens_choose_the_first_experts_the_others_have_no_row_and_a_gradient_of_zero(moe, asks):
     recipe = replace(moe, model=replace(MANY, num_layers=2), global_batch_size=4, micro_batch_size=1)
@@ -220,7 +220,7 @@ def test_the_search_for_plans_spreads_experts():
     assert {plan.ep for plan, *_ in _divisions(GPT2Config(**SHAPE), 4, 16, cuts_samples=False)} == {1}
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_random_cases_spread_experts_that_can_be():
     cases = [draw_case(1, index, 4) for index in range(250)]
     plans = [(case, case.parallel_plan()) for case in cases]

@@ -41,7 +41,7 @@ def gradients_of(recipe: Recipe) -> dict[str, torch.Tensor]:
     return {shard.name: trainer.gradient(shard) for shard in trainer.shards}
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("model", [OLMOE, MANY], ids=["olmoe", "many"])
 def test_products_add_gradients_with_the_bits_of_a_pass_of_its_own(recipe, request, model, recompute):

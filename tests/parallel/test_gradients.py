@@ -19,7 +19,7 @@ def poisoned(buckets: Buckets) -> Buckets:
     return buckets
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_micro_batches_are_summed_in_fp32_from_the_first_on(dtype, count):

@@ -46,7 +46,7 @@ def taken(config, plan) -> tuple[int, int]:
     return weights - before, whole - weights
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_and_slots_take_what_is_planned(recipe, plan):
     recipe = change(recipe, model=vars(CONFIG), plan=plan, micro_batch_size=2)

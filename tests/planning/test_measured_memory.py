@@ -47,7 +47,7 @@ def middle(errors: list[float]) -> float:
     return statistics.median(map(abs, errors))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_cases_are_drawn_from_a_seed_and_fit_few_gpus():
     drawn = cases(3, seed=7, most=1)
     assert drawn == cases(3, seed=7, most=1) != cases(3, seed=8, most=1)

@@ -244,7 +244,7 @@ def test_where_some_blocks_are_too_few_all_are_named(recompute):
     assert any(line.endswith("--recompute_blocks none on 128 GPUs") for line in changes)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_sequence_parallelism_is_named_before_more_gpus():
     """GPT-3 175B without it, in larger micro-batches than fit."""
     words = ["--plan", "tp8_pp16", "--micro_batch_size", "2", "--rampup_batch_size", "none"]

@@ -94,7 +94,7 @@ def prepared(recipe, base, folder, length=64):
     return change(recipe, micro_batch_size=2, global_batch_size=4, data=data)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_mixtures_learn_chats_under_every_plan_and_count_no_filling(recipe, tmp_path, rank):
     base = tmp_path / "base"

@@ -31,6 +31,8 @@ def test_missing_and_wrong_marks_are_told(request, budget, seconds, times, told)
 def test_a_part_of_the_cases_says_nothing_of_a_mark_that_is_too_large():
     assert wrong_marks([(NAME, 20.0, 1.0)], 1, all_ran=False) == []
     assert wrong_marks([(NAME, 20.0, 90.0)], 1, all_ran=False)
+    assert wrong_marks([(NAME, 20.0, 1.0)], 1, skipped={NAME}) == []
+    assert wrong_marks([(NAME, 20.0, 90.0)], 1, skipped={NAME})
 
 
 @pytest.mark.slow(1)

@@ -41,7 +41,7 @@ def losses_of(folder: Path, start: Callable[..., subprocess.CompletedProcess], t
     return [record["loss"] for record in read_records(run / "metrics.jsonl") if "loss" in record]
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(60)
 def test_the_core_passes_its_tests_with_every_capability_deleted(core_alone):
     recorded = json.loads(RECORD.read_text())
     ended = run_core_tests(core_alone, *(f"--deselect={name}" for name in recorded["need a capability"]))

@@ -51,7 +51,7 @@ def test_a_name_that_no_class_has_is_none_of_dtgpts():
     assert class_of("unknown") is None
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(8)
 def test_the_loop_imports_no_optimizer_or_state_that_a_run_may_not_have():
     loaded = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split()
     assert "dtgpt.optim.update" in loaded

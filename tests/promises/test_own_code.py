@@ -265,7 +265,7 @@ def test_plan_and_comparison_of_two_runs_find_the_modules(first, tmp_path):
     assert compare.command([str(run), str(other), "--recipe", str(mine)]) == 0
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(12)
 def test_every_program_finds_the_modules_beside_a_recipe(mine, tmp_path, monkeypatch):
     """In processes that dtgpt, torchrun and the comparison of plans start."""
     words = ["--global_batch_size", "4", "--plan", "dp2"]

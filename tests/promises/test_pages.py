@@ -76,7 +76,7 @@ def test_the_tables_of_what_can_be_combined_are_those_of_the_checks():
     assert table == support_matrix.table()  # python -m tests.support.support_matrix writes it
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 def test_the_model_of_the_page_on_extending_trains_and_can_be_cut(tmp_path, monkeypatch, text):
     code = re.search(r"```python\n(.*?)```", (DOCS / "extending.md").read_text(), re.S)[1]
     (tmp_path / "mine.py").write_text(code)

@@ -117,7 +117,7 @@ for part in (0, 1, 2):
 """
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(6)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernel_adds_up_what_the_definition_does():
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -12,7 +12,7 @@ from tests.support.server import http_client, live_server, served, tiny_model
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(8)
 
 POSITIONS, TOKENS = 96, 296
 PAIRS = [

@@ -18,7 +18,7 @@ from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served, tiny_model, wait_until
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright").expect
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(16)
 
 PROMPT = "Say: "
 STORY = "<b>caf\u00e9</b> \U0001f600 is open."  # a markup that must stay text, characters of several tokens

@@ -13,7 +13,7 @@ from tests.support.chats import HERMES, write_tokenizer
 from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(2)
 pytest.importorskip("jinja2")
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

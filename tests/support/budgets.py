@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 LIMIT = 1.0  # seconds that a test may take without a mark, all its cases together
 QUICKER = 4.0  # times quicker than its mark says: the mark is wrong
@@ -40,10 +40,12 @@ def slowness(workers: int) -> float:
     return max(1.0, sum(loop() for _ in range(3)) / 3 / REFERENCE) * max(1.0, crowd)
 
 
-def wrong_marks(found: Iterable[tuple[str, float, float]], times: float, all_ran: bool = True) -> list[str]:
+def wrong_marks(
+    found: Iterable[tuple[str, float, float]], times: float, all_ran: bool = True, skipped: Container[str] = ()
+) -> list[str]:
     """Return a line for each budget that was exceeded without a mark or by far, or that is far too large. found: name,
     budget, and seconds of each phase of each test. times: how much slower than at the measurement this machine is.
-    all_ran: False where only a part of every budget ran."""
+    all_ran: False where only a part of every budget ran. skipped: names of budgets of which a test was skipped."""
     budgets, seconds = {}, Counter[str]()
     for name, budget, duration in found:
         budgets[name] = budget
@@ -55,7 +57,7 @@ def wrong_marks(found: Iterable[tuple[str, float, float]], times: float, all_ran
             lines.append(f"{name} takes {taken:.1f} s: give it {remedy}")
         elif marked and taken > QUICKER * budgets[name]:
             lines.append(f"{name} takes {taken:.1f} s, not {budgets[name]:g}: give it {remedy}")
-        elif marked and all_ran and taken < budgets[name] / QUICKER:
+        elif marked and all_ran and name not in skipped and taken < budgets[name] / QUICKER:
             lines.append(
                 f"{name} takes {taken:.1f} s, not {budgets[name]:g}: " + (remedy if taken > LIMIT else "no mark")
             )

@@ -43,7 +43,7 @@ def test_an_objective_in_one_file_follows_one_process_under_every_plan(smoothed)
             assert found[2] == pytest.approx(totals, rel=1e-5), plan
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 def test_a_run_reports_and_saves_what_its_objective_says(smoothed, tmp_path):
     with in_use():
         assert train(change(smoothed, steps=2, log={"eval_interval": 2, "sample_tokens": 0})) == 0

@@ -14,7 +14,7 @@ from dtgpt.util.errors import UserError
 from tests.support.vocabularies import sentencepiece_model, tokenizer_json
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(8)
 
 TEXT = "the fox <|user|>don't   stop<|end|><mark> 12 "
 PLAIN = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)

@@ -130,7 +130,7 @@ def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     assert isinstance(found, TokenizerJson) and found.encode("")[:1] == [found.begin_of_text]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", ["file", "folder", "tokenizer.json"])
 def test_prepare_takes_these_tokenizers(tmp_path, capsys, kind):
     (tmp_path / "t").mkdir()

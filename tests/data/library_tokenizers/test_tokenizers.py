@@ -102,7 +102,7 @@ def make(kind: str, folder, files):
     return open_tokenizer("bytes")
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
 def test_every_kind_survives_pickling(kind, tmp_path, files):
     vocabulary = make(kind, tmp_path, files)

@@ -24,7 +24,7 @@ from dtgpt.util.errors import UserError
 from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(4)
 
 TEXT = "the quick brown fox\njumps over it, Grüße 🎈\n" * 60
 

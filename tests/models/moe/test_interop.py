@@ -19,7 +19,7 @@ from tests.support.families import their_model
 from tests.support.sources import check_parts
 from tests.support.whole_model import build_model
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(3)
 
 
 @pytest.fixture

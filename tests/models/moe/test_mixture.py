@@ -124,7 +124,7 @@ def test_a_balance_changes_choices_by_its_correction_and_gradients_by_its_addend
     torch.testing.assert_close(router.bias.grad, plain + 4.5)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_is_counted_in_backward_is_counted_once(recipe, recompute):
     """Each token of each micro-batch; not again where blocks run again, nor in an evaluation."""

@@ -16,7 +16,7 @@ from tests.models.moe.test_plans import OLMOE
 from tests.support.bodies_muon import drawn_gradient, moved_by_muon
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(6)
 
 STEPS = 3
 SETTINGS = {"lr": 1e-2, "schedule": "constant", "warmup": 0, "weight_decay": 0.3}

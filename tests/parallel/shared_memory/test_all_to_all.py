@@ -73,7 +73,7 @@ def compare(folder: Path, area_tokens: int, small: int, sizes: list[int]) -> tup
     return [i for i, (a, b) in enumerate(pairs) if not all(map(torch.equal, a, b))], count["met"]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_late_ranks_find_what_was_sent(tmp_path, ranks):
     turns = [-(-tokens // 4) for tokens in TOKENS]

@@ -79,7 +79,7 @@ def test_each_message_has_a_place_of_its_own_where_its_receiver_looks(name, worl
     assert all(0 <= index - most * MICRO_BATCHES < most for _, index in signals)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("schedule", ["", "_gpipe", "_interleaved", "_interleaved3", "_zbv"])
 def test_an_edge_has_the_fewest_places_that_no_message_enters_too_early(schedule):
     """By the order of torch's schedules alone, whatever time passes take."""
