@@ -60,6 +60,7 @@ class Watch(peers_of_run.Watch):
             lost_after=lost_after,
             now=time.monotonic(),
         )
+        self._closed = False  # the connection to the next process, for certain because it has ended
         self._looks = 0  # of the heartbeat at what the store says, each acted upon
         self._leaving = False  # this process ends by itself
         self._ending_since: float | None = None  # by a verdict
@@ -92,11 +93,11 @@ class Watch(peers_of_run.Watch):
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
         it; return if there is none. On a slow machine `seconds` may pass before the heartbeat has looked once: it gets
         the time in which it would notice that the store is lost."""
-        end, looks = time.monotonic() + seconds, self._looks + LOOKS
-        latest = end + self._lost_after
-        while time.monotonic() < (end if self._looks >= looks else latest):
+        turn, waited, looks = peers.BEAT / 10, 0.0, self._looks + LOOKS
+        while waited < (seconds if self._looks >= looks else seconds + self._lost_after):
             self._news.set()
-            time.sleep(peers.BEAT / 10)
+            time.sleep(turn)
+            waited += turn  # not by the clock: seconds in which this process was suspended brought no news
 
     def end_run(self, code: int) -> None:
         if self.process.rank == 0:
@@ -142,6 +143,8 @@ class Watch(peers_of_run.Watch):
         store, stopping = None, False
         while not self._stopped.is_set():
             own = self._peers.own_beat(self.step)
+            # Before the store is asked: a process that has done its part says so there, then closes the connection.
+            self._peers.gone = self._closed
             try:
                 store = store or self.rendezvous.connect(self._lost_after)
                 store.set(f"beat/{self.process.rank}", own)
@@ -177,23 +180,26 @@ class Watch(peers_of_run.Watch):
         """Run the thread that holds a connection to the next process and notices that it is closed.
 
         That process has ended for certain where nobody has its port any more: on this machine, or on another one that
-        could be reached before. What else goes wrong may be the network's fault: then heartbeats decide."""
+        could be reached before. On this machine a closed connection suffices, since the kernel alone closes it, and the
+        port may be another process's by then. What else goes wrong may be the network's fault: heartbeats decide."""
         place = self._next.address, self._next.port
-        reached = self._next.address == own_address()
+        here = self._next.address == own_address()
+        reached = here
         while self._next.port and not self._stopped.is_set():
+            closed = False
             try:
                 with socket.create_connection(place, timeout=CONNECT) as connection:
-                    reached = True
+                    reached, closed = True, here
                     connection.settimeout(None)
                     connection.recv(1)
-                self._stopped.wait(peers.BEAT / 20)
             except ConnectionRefusedError:
-                if reached:
-                    self._peers.gone = True
-                    self._news.set()
-                self._stopped.wait(AGAIN)
+                closed = reached
             except OSError:
-                self._stopped.wait(AGAIN)
+                pass
+            if closed:
+                self._closed = True
+                self._news.set()
+            self._stopped.wait(AGAIN)
 
     def _end(self, action: End) -> None:
         """End this process because of a verdict, unless it is ending by itself."""

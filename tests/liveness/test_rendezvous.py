@@ -12,20 +12,20 @@ from dtgpt.liveness import rendezvous
 from dtgpt.parallel import launch
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
+from tests.support.ports import held_port
 
 TORCHRUNS = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @pytest.fixture
 def port(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(number))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(TORCHRUNS, raising=False)
-    return number
+    with held_port() as number:
+        monkeypatch.setenv("MASTER_PORT", str(number))
+        yield number
 
 
 @pytest.mark.slow(3)

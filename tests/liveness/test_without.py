@@ -1,7 +1,6 @@
 """Without the watch over processes, runs of several train all the same: torch brings them together."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from dtgpt.capabilities import CAPABILITIES
 from dtgpt.util import peers, seams
 from dtgpt.util.peers import Process
 from tests.support.fresh import run_fresh
+from tests.support.ports import held_port
 from tests.support.runs import losses
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +53,12 @@ def test_one_process_asks_nobody_where_the_capability_is_there():
 
 @pytest.mark.slow(5)
 def test_two_processes_train_without_it(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     words = ["train", "recipes/gpt2_tiny.py", "--steps", "2", "--device", "cpu", "--plan", "tp2", "--log.interval", "1"]
     words += ["--log.eval_interval", "0", "--log.sample_tokens", "0", "--runs", str(tmp_path / "runs")]
     words += ["--model.hidden_size", "32", "--model.num_heads", "2", "--data.tokenizer", "bytes"]
-    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **place}
-    done = run_fresh(["-c", PROGRAM, *words], ROOT, {**os.environ, **several})
+    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    with held_port() as port:
+        done = run_fresh(["-c", PROGRAM, *words], ROOT, {**os.environ, **several, "MASTER_PORT": str(port)})
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert list(losses(run)) == [1, 2]

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_ranks import fork_rank
+from tests.support.ports import held_port
 from tests.support.programs import run_program
 
 pytestmark = pytest.mark.slow(12)
@@ -61,11 +61,9 @@ CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the firs
 CASES["rank 1 hangs"] = {1: ("dtgpt.train.trainer.Trainer.train_step", hang)}
 
 
-def outcome(folder: Path, words: list[str], case: dict) -> dict:
-    """Exit codes and outputs of the ranks that did not die of the case, and the seconds until all have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def outcome(folder: Path, words: list[str], case: dict, port: int) -> dict:
+    """Exit codes and outputs of the ranks that did not die of the case, and the seconds until all have ended. port: of
+    their store."""
     store = "torchrun" in str(folder)
     if store:
         import torch.distributed as dist
@@ -102,7 +100,8 @@ def drive(root: Path) -> None:
     words = [w for k, v in options.items() for w in (f"--{k}", str(v))]
     first = root / "first"
     first.mkdir()
-    outcome(first, [*words, "--steps", "1", "--timeout", "60"], {})  # of which nobody dies, on a loaded machine either
+    with held_port() as port:  # nobody dies, on a loaded machine either
+        outcome(first, [*words, "--steps", "1", "--timeout", "60"], {}, port)
     running = 0
     for number, (name, case) in enumerate(CASES.items()):
         if running == BESIDE:
@@ -116,7 +115,8 @@ def drive(root: Path) -> None:
         shutil.copytree(first / "runs", folder / "runs")
         more = ["--resume", "auto"] if "checkpoint" in name else []
         more += ["--plan", "pp2"] if "pipeline" in name else ["--plan", "zero3"] if "zero3" in name else []
-        line = json.dumps({"name": name, **outcome(folder, [*words, *more], case)})
+        with held_port() as port:
+            line = json.dumps({"name": name, **outcome(folder, [*words, *more], case, port)})
         os.write(1, f"{line}\n".encode())  # at once: cases run side by side
         os._exit(0)
     for _ in range(running):

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -69,12 +68,9 @@ def outcome(case: Case) -> dict:
     """Exit codes, output, the seconds that the end took, and processor time of the rank that used least."""
     import torch.distributed as dist
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as torchrun's process has it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's process has it
     words = [word for k, v in {**OPTIONS, **case.options}.items() for word in (f"--{k}", str(v))]
-    pids = [fork_rank(index, case.world, port, words, Path.cwd()) for index in range(case.world)]
+    pids = [fork_rank(index, case.world, store.port, words, Path.cwd()) for index in range(case.world)]
     end = time.monotonic() + 60
     if case.act:
         while not re.search(r"step +2/", Path("log-0").read_text()) and time.monotonic() < end:
