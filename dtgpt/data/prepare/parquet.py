@@ -13,6 +13,9 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.shared.optional import optional_package
 
 PROGRAM = Path(__file__).with_name("parquet_rows.py")
+MEMORY = 4 << 30  # bytes that it may take
+TOO_LARGE = 3  # its exit code where these do not suffice, if pyarrow raises an error of Python for it
+BAD_ALLOC = "std::bad_alloc"  # of which pyarrow ends the process, where it does not
 
 
 def row_pieces(path: str, columns: tuple[str, ...]) -> Iterator[bytes]:
@@ -21,7 +24,7 @@ def row_pieces(path: str, columns: tuple[str, ...]) -> Iterator[bytes]:
     empty. Raises UserError."""
     optional_package("pyarrow", f"{path}, a Parquet file,", "pyarrow.parquet", "parquet")
     with subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM), path, *columns],
+        [sys.executable, "-P", str(PROGRAM), str(MEMORY), path, *columns],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -34,6 +37,10 @@ def row_pieces(path: str, columns: tuple[str, ...]) -> Iterator[bytes]:
             code = process.wait()
         finally:
             process.kill()
+    if code == TOO_LARGE or (code == -signal.SIGABRT and BAD_ALLOC in reason):
+        raise UserError(
+            f"{path} has rows or pages that take more than {MEMORY >> 30} GiB of memory; write it with smaller ones"
+        )
     if code < 0:
         raise UserError(
             f"{path} ended the process that reads it ({signal.Signals(-code).name}), as a damaged file does, or one "

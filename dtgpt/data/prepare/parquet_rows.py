@@ -2,10 +2,10 @@
 dtgpt.
 
 A page of a few bytes can stand for any number of values, and what a header says need not be true. So the library that
-reads them has a process of its own, whose memory ends where MEMORY does, and which may as well crash.
+reads them has a process of its own, whose memory is limited, and which may as well crash.
 
-Arguments: the file, and the names of the columns that are wanted, all where there are none. Others are null. What goes
-wrong is one line on standard error.
+Arguments: bytes of memory, the file, and the names of the columns that are wanted, all where there are none. Others are
+null. What goes wrong is one line on standard error; the exit code is TOO_LARGE where the memory does not suffice.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-MEMORY = 4 << 30  # bytes of addresses
+TOO_LARGE = 3  # exit code; `parquet.py` has it too
 ROWS = 8  # that are held together: each may be of the size of a whole file
 READ = 1 << 18  # bytes of a column that are read at once, and not all of it
 PIECE = 1 << 18  # bytes of lines that are written together
@@ -57,15 +57,16 @@ def _text_of(value: Any) -> str | None:
 
 def main() -> int:
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others reserve addresses that they do not use
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    memory, path, *wanted = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))  # of addresses
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        write_rows(sys.argv[1], sys.argv[2:], sys.stdout.fileno())
+        write_rows(path, wanted, sys.stdout.fileno())
         return 0
     except BrokenPipeError:  # the reader is gone
         return 1
     except MemoryError:
-        reason = f"has rows or pages that take more than {MEMORY >> 30} GiB of memory; write it with smaller ones"
+        return TOO_LARGE
     except KeyError as error:
         reason = f"{error.args[0]}; give one of them this name"
     except RecursionError:

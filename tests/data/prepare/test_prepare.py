@@ -36,7 +36,7 @@ def gpt2(tmp_path_factory):
     return {"vocab_file": str(vocab), "merge_file": str(merges)}
 
 
-@pytest.mark.parametrize("expected, workers", zip(EXPECTED["runs"], (1, 2), strict=True))
+@pytest.mark.parametrize("expected, workers", list(zip(EXPECTED["runs"], (1, 2), strict=True)))
 def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
     config = PrepareConfig(
         input=(str(DATA / "preprocess" / "docs.jsonl"),), output_prefix=str(tmp_path / "deep" / "out"), **gpt2,

@@ -104,7 +104,7 @@ def best_draw(parameters, position, first, values, stays, temperature, CHUNK: tl
     if temperature != 1.0:
         values = tl.div_rn(values, temperature)
     left = tl.where(stays, values + gumbel_bound(words), float("-inf"))
-    top, best, reached = tl.max(left, 0), LAST, float("-inf")
+    top, best, reached = tl.max(left, 0), LAST, tl.full((), float("-inf"), tl.float32)
     while (top > float("-inf")) & (top >= reached - ROUNDING * (1.0 + tl.abs(reached))):
         one = tl.max(tl.where(left == top, ids, -1), 0)
         word, value = tl.sum(tl.where(ids == one, words, 0), 0), tl.sum(tl.where(ids == one, values, 0.0), 0)
