@@ -22,7 +22,7 @@ from tests.support.bodies_adamw import (
     make_slots,
     number,
 )
-from tests.support.interpreter import first_kernels_of, let_kernels_loop, needs_triton, run_interpreted
+from tests.support.interpreter import first_kernels_of, needs_triton, run_interpreted
 
 
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16])
@@ -146,7 +146,6 @@ def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
     from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares  # of a capability
 
-    let_kernels_loop()
     importlib.import_module("dtgpt.ops.kernels.adamw_kernels").CHUNK = 1024
     with first_kernels_of("adamw", "accumulate"):
         interpreted_rules()

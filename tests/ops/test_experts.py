@@ -343,9 +343,6 @@ def check_orders(device: str = "cpu") -> None:
 
 ORDERS = """
 from tests.ops.test_experts import check_orders
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 check_orders()
 """
 
@@ -460,9 +457,6 @@ TILES_INTERPRETED = """
 import torch
 from dtgpt.ops.kernels import grouped_kernels
 from tests.ops.test_experts import check_tiles
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 check_tiles("cpu", torch.float32, grouped_kernels, 1e-4)
 """
 

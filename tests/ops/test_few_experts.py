@@ -94,9 +94,6 @@ def _flat(made: tuple[Tensor, Choice, Tensor]) -> list[Tensor]:
 INTERPRETED = """
 import torch
 from tests.ops.test_few_experts import SHAPES, check
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 for name, dtype, tolerance in {cases}:
     check(SHAPES[name], dtype, tolerance)
 """
@@ -131,9 +128,6 @@ def test_results_have_the_bits_of_products_of_sorted_rows(name):
 
 BLOCKS = """
 from tests.ops.test_few_experts import check_blocks
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 check_blocks({name!r}, {rows})
 """
 
@@ -148,9 +142,6 @@ def test_blocks_of_kernels_are_the_modules(name, rows):
 
 JOINED = """
 from tests.ops.test_few_experts import check_joined
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 check_joined()
 """
 

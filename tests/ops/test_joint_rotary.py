@@ -60,9 +60,6 @@ def check(shape: Shape, limit: float, given: bool, dtype: torch.dtype, tolerance
 INTERPRETED = """
 import torch
 from tests.ops.test_joint_rotary import CASES, check
-from tests.support.interpreter import let_kernels_loop
-
-let_kernels_loop()
 for shape, limit, given in CASES:
     check(shape, limit, given, torch.float32, 1e-5)
 check(*CASES[1], torch.float16, 4e-3)

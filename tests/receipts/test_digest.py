@@ -1,17 +1,14 @@
 """Digests: what they see, that they have no order, and that the kernel adds up the definition's."""
 
-import importlib.util
 import itertools
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from dtgpt.receipts.digest import Piece, bits_of, digest, hashes, key_of
 from dtgpt.receipts.sums import Digests
+from tests.support.interpreter import needs_triton, run_interpreted
 
 WHOLE = (5, 4, 6)
 
@@ -97,8 +94,6 @@ def test_one_part_or_all():
 
 INTERPRETED = """
 import torch
-from tests.support.interpreter import let_kernels_loop
-let_kernels_loop()
 from dtgpt.receipts.digest import Piece
 from dtgpt.receipts.kernels import Table
 from dtgpt.receipts.sums import Digests
@@ -118,11 +113,9 @@ for part in (0, 1, 2):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_kernel_adds_up_what_the_definition_does():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.cuda

@@ -13,7 +13,6 @@ import dtgpt.ops.loss.head
 from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.parallel.layout import chunk
-from tests.support.interpreter import let_kernels_loop
 
 
 class Case(NamedTuple):
@@ -154,7 +153,6 @@ def interpret_kernels() -> None:
     """`check_kernels` on a CPU, under Triton's interpreter, in blocks so small that rows have several."""
     import dtgpt.ops.kernels.cross_entropy_kernels as kernels
 
-    let_kernels_loop()
     for dtype in (torch.float32, torch.bfloat16):
         kernels.BLOCK_BYTES = 128 * dtype.itemsize
         check_kernels("cpu", dtype, ROWS)

@@ -14,7 +14,6 @@ from dtgpt.parallel.more_pieces import build, joint, stacks
 from dtgpt.parallel.more_pieces.owners import Owners
 from tests.support.bodies_exact import bits_of_gradients
 from tests.support.bodies_exact_tp import check_close
-from tests.support.interpreter import let_kernels_loop
 
 
 def _whole_addends(x: Tensor, weight: Tensor, ends: Tensor, count: int, by_inputs: bool) -> Tensor:
@@ -53,7 +52,6 @@ def check_kernels() -> None:
     """Hold the kernel against its definition, and a part of the pieces against all of them."""
     from dtgpt.parallel.more_pieces import stack_kernels
 
-    let_kernels_loop()
     torch.manual_seed(0)
     ends = torch.tensor([5, 5, 150, 153], dtype=torch.int32)
     for by_inputs, count, terms, columns in ((True, 8, 64, 136), (False, 2, 32, 72), (True, 16, 32, 40)):

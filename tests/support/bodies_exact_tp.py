@@ -15,7 +15,6 @@ from dtgpt.parallel.exact_tp import build, loss, products, rows, tree
 from dtgpt.parallel.exact_tp.tree import Share
 from tests.support.bodies_engine import inference_stages, training_stages
 from tests.support.bodies_exact import all_by_rows, bits_of_gradients, losses_kept
-from tests.support.interpreter import let_kernels_loop
 
 
 def _whole_addends(x: Tensor, weight: Tensor, count: int, by_inputs: bool) -> Tensor:
@@ -71,7 +70,6 @@ def check_kernels() -> None:
     fp16 here: numpy has no bf16."""
     from dtgpt.parallel.exact_tp import kernels, row_kernels
 
-    let_kernels_loop()
     torch.manual_seed(0)
     for centred, (samples, length, size) in ((True, (2, 32, 48)), (False, (3, 16, 64))):
         dy, x = torch.randn(2, samples, length, size).half().unbind()

@@ -18,9 +18,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def interpret(body: str, cases: str) -> None:
     """`body(*case)` of this file in a process of its own, with Triton's interpreter."""
-    code = "from tests.support.interpreter import let_kernels_loop; let_kernels_loop(); "
-    code += f"from tests.support import bodies_float8 as b; [b.{body}(*case) for case in [{cases}]]"
-    run_interpreted(code)
+    run_interpreted(f"from tests.support import bodies_float8 as b; [b.{body}(*case) for case in [{cases}]]")
 
 
 def draw(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:

@@ -21,7 +21,7 @@ from dtgpt.ops.kernels.linear import linear_by_column_sum
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.ops.rotary_positions import Rotation, angle_table
-from tests.support.interpreter import definitions_of, first_kernels_of, let_kernels_loop, run_interpreted
+from tests.support.interpreter import definitions_of, first_kernels_of, run_interpreted
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.
@@ -228,7 +228,6 @@ def in_interpreter(**bodies: str) -> None:
 
 def interpret(body: Callable, *cases: tuple) -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
-    let_kernels_loop()
     ops = [value for module in (kernels_of_norm, pointwise, bias, kernels_of_rotary) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:

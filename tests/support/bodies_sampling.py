@@ -23,7 +23,7 @@ from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
 from dtgpt.ops.sampling.sample import kept, record_reference, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
-from tests.support.interpreter import first_kernels_of, let_kernels_loop
+from tests.support.interpreter import first_kernels_of
 
 NO_IDS = SpecialIds()
 
@@ -297,7 +297,6 @@ def check_record(device: str) -> None:
 
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
-    let_kernels_loop()
     with first_kernels_of("sample", "record"):
         _interpret()
 

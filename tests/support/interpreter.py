@@ -21,7 +21,8 @@ needs_triton = pytest.mark.skipif(
 def run_interpreted(code: str) -> None:
     """Run code of tests in a process of its own whose kernels Triton interprets."""
     root = Path(__file__).parents[2]
-    done = run_fresh(["-c", code], root, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    begin = "from tests.support.interpreter import let_kernels_loop; let_kernels_loop()\n"
+    done = run_fresh(["-c", begin + code], root, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
