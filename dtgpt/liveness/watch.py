@@ -194,6 +194,8 @@ class Watch(peers_of_run.Watch):
                     connection.recv(1)
             except ConnectionRefusedError:
                 closed = reached
+            except ConnectionResetError:  # as soon as it was made, or later
+                reached, closed = True, here
             except OSError:
                 pass
             if closed:

@@ -15,7 +15,7 @@ from dtgpt.util.shared.optional import optional_package
 PROGRAM = Path(__file__).with_name("parquet_rows.py")
 MEMORY = 4 << 30  # bytes that it may take
 TOO_LARGE = 3  # its exit code where these do not suffice, if pyarrow raises an error of Python for it
-BAD_ALLOC = "std::bad_alloc"  # of which pyarrow ends the process, where it does not
+BAD_ALLOC = "std::bad_alloc"  # in the last line of a process that pyarrow ends for it instead
 
 
 def row_pieces(path: str, columns: tuple[str, ...]) -> Iterator[bytes]:
