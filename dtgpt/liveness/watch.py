@@ -188,14 +188,14 @@ class Watch(peers_of_run.Watch):
         while self._next.port and not self._stopped.is_set():
             closed = False
             try:
-                with socket.create_connection(place, timeout=CONNECT) as connection:
-                    reached, closed = True, here
+                # A reset may come as soon as the connection is made; some kernels close it without one.
+                with suppress(ConnectionResetError), socket.create_connection(place, timeout=CONNECT) as connection:
+                    reached = True
                     connection.settimeout(None)
                     connection.recv(1)
+                reached, closed = True, here
             except ConnectionRefusedError:
                 closed = reached
-            except ConnectionResetError:  # as soon as it was made, or later
-                reached, closed = True, here
             except OSError:
                 pass
             if closed:

@@ -341,15 +341,9 @@ def check_orders(device: str = "cpu") -> None:
                 assert one.dtype == other.dtype and torch.equal(one, other)
 
 
-ORDERS = """
-from tests.ops.test_experts import check_orders
-check_orders()
-"""
-
-
 @needs_triton
 def test_orders_of_kernels_are_those_of_stable_sorts_in_the_interpreter():
-    run_interpreted(ORDERS)
+    run_interpreted("from tests.ops.test_experts import check_orders; check_orders()")
 
 
 @pytest.mark.cuda

@@ -126,31 +126,19 @@ def test_results_have_the_bits_of_products_of_sorted_rows(name):
     assert torch.equal(found, few._sums(whole.x, choice, *whole.stacks))
 
 
-BLOCKS = """
-from tests.ops.test_few_experts import check_blocks
-check_blocks({name!r}, {rows})
-"""
-
-
 @needs_triton
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(("name", "rows"), [("olmoe", 1), ("olmoe", 5), ("qwen3_moe", 1), ("mixtral", 17)])
 def test_blocks_of_kernels_are_the_modules(name, rows):
     """Their bounded heads that are normalised together, too."""
-    run_interpreted(BLOCKS.format(name=name, rows=rows))
-
-
-JOINED = """
-from tests.ops.test_few_experts import check_joined
-check_joined()
-"""
+    run_interpreted(f"from tests.ops.test_few_experts import check_blocks; check_blocks({name!r}, {rows})")
 
 
 @needs_triton
 @pytest.mark.slow(15)
 def test_joined_kernels_have_the_bits_of_those_that_they_replace():
     """Where the last group of K is not whole, and the new token is in the second of three splits."""
-    run_interpreted(JOINED)
+    run_interpreted("from tests.ops.test_few_experts import check_joined; check_joined()")
 
 
 def check_joined() -> None:
